@@ -1,0 +1,149 @@
+"""`hotdesk replay`: rebuilds the state at any log id or time, and checks every recorded decision against today's planner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from ops import readable
+from ops.cli import common_arguments
+from ops.fleet import configuration, open_store
+from scheduler import state_snapshots
+from scheduler.core import decide
+from state import log_id as ids
+from state.errors import ConfigError
+from state.events import Event, Step, StepStarted, decode
+from state.fleet import Fleet, apply, encode
+from state.fleet import decode as decode_fleet
+from state.log import EventLog
+from state.plan import plan_leave
+from state.segment_log import SegmentLog, write_segment
+
+READ_EVENTS = 4096
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    common_arguments(parser)
+    parser.add_argument("--segments", type=Path, metavar="DIR", help="read archived segments instead of a server")
+    parser.add_argument("--at", default="", metavar="ID|TIME", help="stop at this log id or UTC time (2026-11-30T10:00:00)")
+    parser.add_argument("--verify", action="store_true", help="check every recorded decision, and every state the daemon wrote")
+    parser.add_argument("--json", action="store_true", help="print the rebuilt state as JSON")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the log that was read as one segment file")
+
+
+def run(args: argparse.Namespace) -> int:
+    return anyio.run(_run, args)
+
+
+async def _run(args: argparse.Namespace) -> int:
+    if args.segments:
+        return await _replay(SegmentLog(args.segments), args, None)
+    config = configuration(args)
+    async with open_store(config) as store:
+        return await _replay(store, args, config.data_dir)
+
+
+async def _replay(log: EventLog, args: argparse.Namespace, data_dir: Path | None) -> int:
+    verifier = Verifier(written_states(data_dir) if data_dir is not None else {})
+    kept: list[tuple[int, bytes]] = []
+    async for log_id, data in history(log, _until(args.at)):
+        verifier.take(log_id, decode(data))
+        if args.export:
+            kept.append((log_id, data))
+    if args.export:
+        write_segment(args.export, kept)
+    fleet = verifier.fleet
+    if args.json:
+        print(json.dumps(msgspec.to_builtins(fleet), indent=1, default=str))
+    print(
+        f"{fleet.events} events to {ids.text(fleet.log_id)}; epoch {fleet.epoch}; {len(fleet.adapters)} adapters; {fleet.queued} requests open"
+    )
+    if not args.verify:
+        return 0
+    for problem in verifier.problems:
+        print(problem)
+    print(
+        f"{verifier.decisions} decisions checked, {verifier.differences} different; "
+        f"{verifier.compared} states written by the daemon compared, {verifier.unequal} different"
+    )
+    return 1 if verifier.problems else 0
+
+
+async def history(log: EventLog, until: int | None = None) -> AsyncIterator[tuple[int, bytes]]:
+    after = 0
+    while events := await log.read(after, READ_EVENTS):
+        for log_id, data in events:
+            if until is not None and log_id > until:
+                return
+            yield log_id, data
+        after = events[-1][0]
+
+
+def _until(at: str) -> int | None:
+    """The last id that counts: an id itself, or the end of a time's millisecond."""
+    if not at:
+        return None
+    try:
+        return ids.parse(at)
+    except ValueError:
+        pass
+    try:
+        moment = datetime.fromisoformat(at)
+    except ValueError as error:
+        raise ConfigError(f"--at {at!r} is neither a log id nor a time", way_out="copy an id from `hotdesk log`") from error
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return ids.make(int(moment.timestamp() * 1000) + 1) - 1
+
+
+def written_states(data_dir: Path) -> dict[int, tuple[Path, bytes]]:
+    """States that the daemon wrote itself, by the log id they are of."""
+    found: dict[int, tuple[Path, bytes]] = {}
+    for path in sorted((data_dir / "snapshots").glob("state-*.msgpack")):
+        fleet = state_snapshots.read(path)
+        if fleet is not None:
+            found[fleet.log_id] = (path, encode(fleet))
+    dump = data_dir / "state-dump.msgpack"
+    if dump.exists():
+        found[decode_fleet(dump.read_bytes()).log_id] = (dump, dump.read_bytes())
+    return found
+
+
+class Verifier:
+    """Folds a log and holds each recorded decision against what `decide` says on the replayed state (invariant 8)."""
+
+    def __init__(self, written: dict[int, tuple[Path, bytes]] | None = None) -> None:
+        self.fleet = Fleet()
+        self.written = written or {}
+        self.problems: list[str] = []
+        self.decisions = self.differences = self.compared = self.unequal = 0
+        self._due: dict[str, list[Step]] = {}
+
+    def take(self, log_id: int, event: Event) -> None:
+        if isinstance(event, StepStarted):
+            self._check(log_id, event)
+        self.fleet = apply(self.fleet, log_id, event)
+        if log_id in self.written:
+            path, body = self.written[log_id]
+            self.compared += 1
+            if encode(self.fleet) != body:
+                self.unequal += 1
+                self.problems.append(f"the fold at {ids.text(log_id)} differs from {path}")
+
+    def _check(self, log_id: int, event: StepStarted) -> None:
+        group = self.fleet.groups[event.group]
+        if not group.steps:
+            # A step that no request caused belongs to a shutdown: the group was put to rest.
+            self._due[group.name] = decide(self.fleet, group) if event.step.request_id else plan_leave(self.fleet, group)
+            self.decisions += 1
+        due = self._due.get(group.name, [])
+        expected = due.pop(0) if due else None
+        if expected != event.step:
+            self.differences += 1
+            said = readable.step_text(expected) if expected else "nothing more"
+            self.problems.append(f"{ids.text(log_id)}: {group.name} did {readable.step_text(event.step)}, the planner says {said}")

@@ -1,0 +1,77 @@
+"""`hotdesk status`: the fold of the log, as tables."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import anyio
+
+from ops.cli import common_arguments
+from ops.fleet import configuration, open_store
+from ops.readable import step_text
+from ops.tables import table
+from scheduler import state_snapshots
+from scheduler.config import Config
+from state import log_id as ids
+from state.fleet import Fleet
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    common_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    anyio.run(_run, configuration(args))
+    return 0
+
+
+async def _run(config: Config) -> None:
+    async with open_store(config) as store:
+        leader = await store.leader()
+        fleet = await state_snapshots.load_fleet(config.data_dir / "snapshots", store)
+    print(render(config.fleet.name, fleet, leader))
+
+
+def render(name: str, fleet: Fleet, leader: str) -> str:
+    age_s = time.time() - ids.ms_of(fleet.log_id) / 1000 if fleet.log_id else 0.0
+    lines = [
+        f"fleet {name}: {f'led by {leader}' if leader else 'no daemon leads'}, epoch {fleet.epoch}, policy {fleet.settings.policy}",
+        f"log: {fleet.events} events, last {ids.text(fleet.log_id)} {age_s:.0f} s ago; {fleet.queued} requests open",
+        "",
+        table(
+            ["group", "workers", "live", "sampler", "on device", "turns", "swaps", "parks", "busy s", "now"],
+            [
+                [
+                    group.name,
+                    group.incarnation or "none",
+                    group.device.live or "-",
+                    group.device.published or ("awake" if group.device.sampler else "asleep"),
+                    f"{group.device_bytes / 2**20:.1f} MiB",
+                    group.turns,
+                    group.swaps,
+                    group.parks,
+                    f"{group.busy_us / 1e6:.1f}",
+                    group.broken or next((step_text(step) for step in group.steps.values()), "idle"),
+                ]
+                for group in fleet.groups.values()
+            ],
+        ),
+        "",
+        table(
+            ["adapter", "group", "residency", "next seq", "queued", "pending", "step", "digest"],
+            [
+                [a.key, a.group, a.residency, a.next_seq, len(a.queue), a.pending, a.optimizer_step, a.divergence or a.digest or "-"]
+                for a in fleet.adapters.values()
+            ],
+        ),
+        "",
+        table(
+            ["tenant", "queued", "accepted", "completed", "failed", "refused", "cancelled", "used s"],
+            [
+                [name, t.queued, t.accepted, t.completed, t.failed, t.refused, t.cancelled, f"{t.used_us / 1e6:.2f}"]
+                for name, t in fleet.tenants.items()
+            ],
+        ),
+    ]
+    return "\n".join(lines)

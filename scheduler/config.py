@@ -1,0 +1,172 @@
+"""Configuration: one TOML file plus environment, checked as a whole before anything starts; an error names the key.
+
+Environment overrides: `HOTDESK_<SECTION>_<KEY>` for the sections `fleet`, `redis`, `ray`, `policy`, `limits`, for example
+`HOTDESK_REDIS_URL`. Group settings come from the file only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from scheduler.policy import POLICIES
+from scheduler.validation import Limits
+from state.errors import ConfigError
+from state.events import Settings
+from state.requests import is_name
+from workers.group_config import LORA_TARGETS, GroupConfig
+
+
+class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str = "hotdesk"
+    data_dir: str = "hotdesk-data"
+
+
+class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`url` empty: an embedded server in `data_dir` (`hotdesk up` only)."""
+
+    url: str = ""
+    lease_ms: int = 10_000
+
+
+class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`address` empty: a local Ray that ends with the daemon. With an address, workers are detached and outlive the daemon."""
+
+    address: str = ""
+    namespace: str = "hotdesk"
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str = "round_robin"
+    turn_requests: int = 8
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    body_bytes: int = 16 * 2**20
+    datums: int = 1024
+    samples: int = 128
+    held_requests: int = 64
+    gap_deadline_s: float = 30.0
+    tenant_queue: int = 256
+    total_queue: int = 8192
+    result_retention_s: float = 600.0
+    snapshot_after_requests: int = 256
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fleet: FleetConfig = FleetConfig()
+    redis: RedisConfig = RedisConfig()
+    ray: RayConfig = RayConfig()
+    policy: PolicyConfig = PolicyConfig()
+    limits: LimitsConfig = LimitsConfig()
+    log: LogConfig = LogConfig()
+    groups: dict[str, GroupConfig] = msgspec.field(default_factory=lambda: {"main": GroupConfig()})
+
+    @property
+    def data_dir(self) -> Path:
+        return Path(self.fleet.data_dir).expanduser().resolve()
+
+    def settings(self) -> Settings:
+        return Settings(
+            policy=self.policy.name,
+            turn_requests=self.policy.turn_requests,
+            held_requests=self.limits.held_requests,
+            gap_deadline_ms=int(self.limits.gap_deadline_s * 1000),
+            tenant_queue=self.limits.tenant_queue,
+            total_queue=self.limits.total_queue,
+            result_retention_ms=int(self.limits.result_retention_s * 1000),
+            snapshot_after_requests=self.limits.snapshot_after_requests,
+        )
+
+    def request_limits(self) -> Limits:
+        return Limits(self.limits.body_bytes, self.limits.datums, self.limits.samples)
+
+
+_FROM_ENVIRONMENT = ("fleet", "redis", "ray", "policy", "limits", "log")
+
+
+def load(path: Path | None, environment: Mapping[str, str] = os.environ) -> Config:
+    """Reads and checks the whole configuration. Raises `ConfigError` with the key's name."""
+    raw: dict[str, Any] = {}
+    if path is not None:
+        try:
+            raw = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"configuration file {path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"configuration file {path}: {error}") from error
+    sections = {f.name: f.type for f in msgspec.structs.fields(Config)}
+    for section in _FROM_ENVIRONMENT:
+        for field in msgspec.structs.fields(sections[section]):
+            value = environment.get(f"HOTDESK_{section}_{field.name}".upper())
+            if value is not None:
+                raw.setdefault(section, {})[field.name] = value
+    try:
+        config = msgspec.convert(raw, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_with_key(str(error))) from error
+    _check(config)
+    return config
+
+
+def _with_key(message: str) -> str:
+    """msgspec says "... - at `$.groups[...].tp`"; we say the key first."""
+    found = re.search(r"^(.*) - at `\$\.?(.*)`$", message)
+    unknown = re.search(r"unknown field `(\w+)`", message)
+    key = found.group(2) if found else ""
+    if unknown:
+        key = f"{key}.{unknown.group(1)}".lstrip(".")
+        return f"key {key}: there is no such key"
+    return f"key {key}: {found.group(1) if found else message}"
+
+
+def _check(config: Config) -> None:
+    checks: list[tuple[str, bool, str]] = [
+        ("fleet.name", is_name(config.fleet.name), "is no valid name"),
+        ("policy.name", config.policy.name in POLICIES, f"is none of {sorted(POLICIES)}"),
+        ("policy.turn_requests", config.policy.turn_requests >= 1, "must be at least 1"),
+        ("redis.lease_ms", config.redis.lease_ms >= 500, "must be at least 500"),
+        (
+            "redis.url",
+            not config.redis.url or config.redis.url.split("://")[0] in ("redis", "rediss", "unix"),
+            "must begin with redis://, rediss:// or unix://",
+        ),
+        ("groups", bool(config.groups), "needs at least one group"),
+        *((f"limits.{name}", value > 0, "must be positive") for name, value in msgspec.structs.asdict(config.limits).items()),
+    ]
+    for name, group in config.groups.items():
+        model = group.model
+        checks += [
+            (f"groups.{name}", is_name(name), "is no valid name"),
+            *(
+                (f"groups.{name}.{key}", getattr(group, key) >= 1, "must be at least 1")
+                for key in ("tp", "dp", "max_rank", "device_slots", "host_slots", "threads_per_rank")
+            ),
+            *(
+                (f"groups.{name}.model.{key}", getattr(model, key) >= 1, "must be at least 1")
+                for key in ("layers", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "max_sequence_tokens")
+            ),
+            (f"groups.{name}.model.hidden_size", model.hidden_size % model.heads == 0, "must be a multiple of model.heads"),
+            (f"groups.{name}.model.heads", model.heads % group.tp == 0, "must be a multiple of tp"),
+            (f"groups.{name}.model.vocab_size", model.vocab_size % group.tp == 0, "must be a multiple of tp"),
+            (f"groups.{name}.max_rank", group.max_rank % group.tp == 0, "must be a multiple of tp"),
+            (
+                f"groups.{name}.targets",
+                bool(group.targets) and not set(group.targets) - LORA_TARGETS,
+                f"must be among {sorted(LORA_TARGETS)}",
+            ),
+        ]
+    for key, good, why in checks:
+        if not good:
+            raise ConfigError(f"key {key}: {why}")

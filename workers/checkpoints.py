@@ -1,0 +1,104 @@
+"""Checkpoint directories: shards beside a manifest that names each of them with its digest; written aside, synced, renamed.
+
+Layout under a group's root, for the adapter `owner/name`:
+    owner/name/weights/NAME            training state (save_state)
+    owner/name/sampler_weights/NAME    what a sampler loads (save_weights_for_sampler); never shares a name space with the above
+    owner/name/snapshot/ID             the daemon's own, by the id of the step that wrote it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from state.errors import BadCheckpoint, CheckpointExists, UnknownCheckpoint
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """`shards`: file name -> sha256. `signature`: rank, alpha, targets, seed. `facts`: optimizer_step, pending, digest."""
+
+    adapter: str
+    kind: str
+    signature: dict[str, Any]
+    layout: dict[str, Any]
+    facts: dict[str, Any]
+    shards: dict[str, str]
+    v: int = 1
+
+
+def begin(final: Path, overwrite: bool = False) -> Path:
+    """The empty directory to write shards into. Raises `CheckpointExists`."""
+    if final.exists() and not overwrite:
+        raise CheckpointExists(f"checkpoint {final.name!r} exists")
+    aside = final.with_name(f".{final.name}.aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def write_shard(aside: Path, name: str, data: bytes) -> str:
+    """sha256 of the shard, durable once this returns."""
+    with open(aside / name, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest()
+
+
+def commit(aside: Path, final: Path, manifest: Manifest) -> str:
+    """Makes the checkpoint visible, whole or not at all. Returns the manifest's digest."""
+    digest = write_shard(aside, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+    _sync_directory(aside)
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    aside.rename(final)
+    _sync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return digest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises `UnknownCheckpoint`, or `BadCheckpoint` where the manifest cannot be read or a shard is missing."""
+    if not path.is_dir():
+        raise UnknownCheckpoint(f"checkpoint {path.name!r} does not exist")
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise BadCheckpoint(f"checkpoint {path.name!r} has no readable manifest: {error}") from error
+    missing = [name for name in manifest.shards if not (path / name).is_file()]
+    if missing:
+        raise BadCheckpoint(f"checkpoint {path.name!r} lacks {missing}: a partial set of shards is refused")
+    return manifest
+
+
+def read_shard(path: Path, manifest: Manifest, name: str) -> bytes:
+    """The shard's bytes, digest checked. Raises `BadCheckpoint`."""
+    if name not in manifest.shards:
+        raise BadCheckpoint(f"checkpoint {path.name!r} has shards {sorted(manifest.shards)}, not {name!r}: another parallel layout")
+    data = (path / name).read_bytes()
+    if hashlib.sha256(data).hexdigest() != manifest.shards[name]:
+        raise BadCheckpoint(f"shard {name!r} of checkpoint {path.name!r} is damaged: its digest differs from the manifest's")
+    return data
+
+
+def forget_snapshots(directory: Path, keep: set[str]) -> None:
+    for old in directory.iterdir() if directory.is_dir() else ():
+        if old.name not in keep:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""The worker contract: `apply(call) -> outcome` and `status(epoch) -> status`.
+
+Every call carries the leader's epoch, the step with its id, and the live slot that the planner expects; a worker compares all three
+with what it observes before it touches a tensor, and a repeated step id gets the first outcome instead of acting again.
+`conformance` in the tests runs against every implementation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from state.errors import ErrorInfo, StaleEpoch, StepOutOfOrder
+from state.events import Facts, GroupSpec, Step
+
+REMEMBERED_OUTCOMES = 256  # a plan is far shorter; what is older was settled in the log long ago
+
+
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`after`: the step that must have finished just before this one; 0 opens a plan. `body`: of an `execute`."""
+
+    epoch: int
+    step: Step
+    after: int = 0
+    body: bytes = b""
+
+
+class StepOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one of `error` and a finished step. A failed step may still report `facts`: what the device holds now."""
+
+    step_id: int
+    facts: Facts | None = None
+    cost_us: int = 0
+    result: bytes = b""
+    error: ErrorInfo | None = None
+
+
+class Status(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a group is and remembers. `incarnation` is new for every set of processes."""
+
+    incarnation: str
+    spec: GroupSpec
+    facts: Facts
+    outcomes: tuple[StepOutcome, ...] = ()
+
+
+class WorkerGroup(Protocol):
+    """One group of workers behind one address. Every method raises `WorkersLostError` once the processes are gone."""
+
+    name: str
+
+    async def start(self, epoch: int) -> Status:
+        """Starts the processes, or finds those that outlived an earlier daemon, and fences older epochs off."""
+        ...
+
+    async def apply(self, call: Call) -> StepOutcome: ...
+
+    async def status(self, epoch: int) -> Status: ...
+
+    async def close(self) -> None:
+        """Stops what this process started; detached workers stay."""
+        ...
+
+
+class Gate:
+    """The checks that stand before every step, the same for all workers: epoch, repetition, order."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.outcomes: OrderedDict[int, StepOutcome] = OrderedDict()
+        self.finished = 0
+
+    def fence(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise StaleEpoch(f"call of epoch {epoch} came after epoch {self.epoch}")
+        self.epoch = epoch
+
+    def run(self, call: Call, act: Callable[[Call], StepOutcome]) -> StepOutcome:
+        """`act(call)` unless the call is stale, repeated, or out of order."""
+        step_id = call.step.id
+        try:
+            self.fence(call.epoch)
+        except StaleEpoch as error:
+            return StepOutcome(step_id, error=error.info)
+        if step_id in self.outcomes:
+            return self.outcomes[step_id]
+        if call.after and call.after != self.finished:
+            error_info = StepOutOfOrder(f"step {step_id} follows step {call.after}, the last finished is {self.finished}").info
+            outcome = StepOutcome(step_id, error=error_info)
+        else:
+            outcome = act(call)
+        if outcome.error is None:
+            self.finished = step_id
+        self.outcomes[step_id] = outcome
+        while len(self.outcomes) > REMEMBERED_OUTCOMES:
+            self.outcomes.popitem(last=False)
+        return outcome

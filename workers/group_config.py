@@ -1,0 +1,49 @@
+"""What a worker group is built from: the `[groups.NAME]` part of the configuration, which travels to the workers as data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+LORA_TARGETS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"}
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A megatron-core GPT. `init_std` 0 means 1/sqrt(hidden_size). The base is drawn from `seed` and frozen."""
+
+    name: str = "tiny-gpt"
+    layers: int = 2
+    hidden_size: int = 96
+    heads: int = 4
+    kv_heads: int = 0
+    ffn_hidden_size: int = 384
+    vocab_size: int = 256
+    max_sequence_tokens: int = 256
+    gated: bool = False
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    dropout: float = 0.0
+    embedding_init_std: float = 1.0
+    init_std: float = 0.0
+    seed: int = 0
+
+
+class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker group. `targets`: modules that may carry LoRA. `device_slots`: adapters on the device at once, the live one included."""
+
+    backend: Literal["megatron", "simulated"] = "megatron"
+    tp: int = 1
+    dp: int = 1
+    max_rank: int = 16
+    targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    optimizer: str = "distributed"
+    device_slots: int = 2
+    host_slots: int = 64
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: float = 0.0
+    threads_per_rank: int = 1
+    start_timeout_s: float = 180.0
+    step_timeout_s: float = 600.0
+    model: ModelConfig = ModelConfig()
+    simulated_cost_us: dict[str, int] = {}

@@ -1,0 +1,442 @@
+"""The worker's half of the residency machine: what each step does to a device, and what it refuses to do.
+
+`Machine` keeps what it observes (what is live, where each adapter is, what is dirty or pending) and compares every call with it
+before an `Engine` touches bytes. The same machine drives the simulated engine and each Megatron rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from state.errors import (
+    ErrorInfo,
+    HotdeskError,
+    NotResident,
+    PendingUnparked,
+    StepRefused,
+    UnknownSlot,
+    WindowVoided,
+    WorkerFailed,
+    WrongLive,
+)
+from state.events import STALE, AdapterFacts, Facts, GroupSpec, Part, Step, StepKind
+from state.requests import (
+    CreateAdapter,
+    Done,
+    Forward,
+    ForwardResult,
+    LoadState,
+    Op,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SampleResult,
+    SaveResult,
+    SaveState,
+    SaveWeightsForSampler,
+    Signature,
+    decode_body,
+    encode_body,
+)
+from state.residency import ALL_PARTS, NEEDS, STEP_NEEDS, Needs, Residency
+from workers.contract import Call, Gate, StepOutcome
+
+
+class Engine(Protocol):
+    """Moves bytes and computes. Never decides: the machine has checked that what it is asked for is possible.
+
+    "Slot" is an adapter's host copy; "device slot" its own place on the device while it is not live.
+    """
+
+    spec: GroupSpec
+
+    def create(self, adapter: str, signature: Signature) -> None: ...
+    def drop(self, adapter: str) -> None: ...
+    def bind(self, adapter: str) -> None:
+        """Slot to the live storages: weights, masters, moments, step, RNG, and pending gradients (or zeros)."""
+
+    def store(self, adapter: str, *, state: bool, grads: bool) -> None:
+        """The live adapter's dirty kinds to its slot; `grads` False leaves no pending gradients in the slot."""
+
+    def set_aside(self, adapter: str) -> None:
+        """The live adapter to its own device slot."""
+
+    def take_up(self, adapter: str) -> None:
+        """From its own device slot to live."""
+
+    def exchange_live(self, outgoing: str, incoming: str) -> None:
+        """`set_aside` and `take_up` in one, without a third place."""
+
+    def stage(self, adapter: str) -> None:
+        """Slot to a device slot."""
+
+    def unstage(self, adapter: str, *, state: bool, grads: bool) -> None:
+        """Device slot to slot (dirty kinds), and the device slot is free again."""
+
+    def offload(self, parts: tuple[Part, ...]) -> None: ...
+    def backload(self, parts: tuple[Part, ...]) -> None: ...
+    def wake_sampler(self) -> None: ...
+    def sleep_sampler(self) -> None: ...
+    def publish(self, adapter: str) -> None: ...
+    def forward(self, body: Forward, backward: bool) -> ForwardResult: ...
+    def discard(self) -> None:
+        """Zeroes the live gradient buffer."""
+
+    def optim_step(self, body: OptimStep) -> OptimStepResult: ...
+    def sample(self, body: Sample) -> SampleResult: ...
+    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts) -> SaveResult: ...
+    def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
+        """Checkpoint to slot; the facts give optimizer_step, pending and digest."""
+
+    def snapshot(self, adapter: str, version: int, facts: AdapterFacts) -> None: ...
+    def restore(self, adapter: str, version: int) -> AdapterFacts: ...
+    def resident_parts(self) -> tuple[Part, ...]:
+        """Observed, not remembered: which parts' storages are really on the device."""
+        ...
+
+    def device_bytes(self) -> int: ...
+    def host_bytes(self) -> int: ...
+    def take_moved_bytes(self) -> int:
+        """Bytes moved between host and device since the last call."""
+        ...
+
+
+class Held(msgspec.Struct):
+    """What the machine knows of one adapter."""
+
+    residency: Residency = Residency.OFFLOADED
+    pending: int = 0
+    state_dirty: bool = False
+    grads_dirty: bool = False
+    optimizer_step: int = 0
+    digest: str = ""
+
+
+class Machine:
+    """One device. `apply` never raises: what went wrong is in the outcome."""
+
+    def __init__(self, engine: Engine, *, guard_pending: bool = True) -> None:
+        self.engine = engine
+        self.gate = Gate()
+        self.held: dict[str, Held] = {}
+        self.live = ""
+        self.sampler = False
+        self.published = ""
+        self.guard_pending = guard_pending  # test seam: False plants the lost-gradient fault
+        self._touched: list[str] = []
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def apply(self, call: Call) -> StepOutcome:
+        return self.gate.run(call, self._act)
+
+    def facts(self, adapters: tuple[str, ...] | None = None) -> Facts:
+        """`adapters` None reports all of them."""
+        keys = tuple(self.held) if adapters is None else adapters
+        parts = self.engine.resident_parts()
+        return Facts(
+            live=self.live,
+            weights=Part.WEIGHTS in parts,
+            grads=Part.GRADS in parts,
+            optimizer=Part.OPTIMIZER in parts,
+            sampler=self.sampler,
+            published=self.published,
+            adapters=tuple(self._adapter_facts(key) for key in dict.fromkeys(keys)),
+            device_bytes=self.engine.device_bytes(),
+            host_bytes=self.engine.host_bytes(),
+            moved_bytes=self.engine.take_moved_bytes(),
+        )
+
+    def _adapter_facts(self, key: str) -> AdapterFacts:
+        held = self.held.get(key)
+        if held is None:
+            return AdapterFacts(key, Residency.GONE)
+        dirty = held.state_dirty or held.grads_dirty
+        return AdapterFacts(key, held.residency, held.pending, dirty, held.optimizer_step, held.digest)
+
+    def _act(self, call: Call) -> StepOutcome:
+        step = call.step
+        started = time.perf_counter_ns()
+        self._touched = [step.adapter] if step.adapter else []
+        result, error, untouched = b"", None, False
+        try:
+            self._check(step)
+            result = _STEPS[step.kind](self, step, call.body)
+        except StepRefused as refusal:
+            error, untouched = refusal.info, True
+        except HotdeskError as failure:
+            error = failure.info
+        except Exception as failure:
+            error = WorkerFailed(f"{step.op or step.kind}: {type(failure).__name__}: {failure}").info
+        cost_us = (time.perf_counter_ns() - started) // 1000
+        return self._outcome(step, result, error, untouched, cost_us)
+
+    def _outcome(self, step: Step, result: bytes, error: ErrorInfo | None, untouched: bool, cost_us: int) -> StepOutcome:
+        if error is not None:
+            error = msgspec.structs.replace(error, adapter=step.adapter, request_id=step.request_id)
+        facts = None if untouched else self.facts(tuple(key for key in self._touched if key in self.held or error is None))
+        return StepOutcome(step.id, facts, cost_us, result, error)
+
+    # --- checks before anything is touched --------------------------------------------------------------------------
+
+    def _check(self, step: Step) -> None:
+        if step.live != self.live:
+            raise WrongLive(f"{step.kind}: the plan expects {step.live or 'nothing'!r} live, {self.live or 'nothing'!r} is")
+        needs = NEEDS[Op(step.op)] if step.kind is StepKind.EXECUTE else STEP_NEEDS.get(step.kind, Needs())
+        missing = [part for part in needs.parts if part not in self.engine.resident_parts()]
+        if missing:
+            raise NotResident(f"{step.op or step.kind} needs {', '.join(missing)} on the device")
+        if needs.sampler is not None and needs.sampler != self.sampler:
+            raise NotResident(f"{step.op or step.kind} needs the sampler {'awake' if needs.sampler else 'asleep'}")
+        creates = step.op == Op.CREATE_ADAPTER or step.kind is StepKind.RESTORE
+        if step.adapter and not creates and step.adapter not in self.held:
+            raise UnknownSlot(f"{step.op or step.kind}: there is no slot for {step.adapter}")
+        if needs.live and (self.live != step.adapter or self.held[step.adapter].residency is not Residency.LIVE):
+            raise WrongLive(f"{step.op}: {step.adapter} is {self.held[step.adapter].residency}, not live")
+
+    def _expect(self, step: Step, *residencies: Residency) -> Held:
+        held = self.held[step.adapter]
+        if held.residency not in residencies:
+            raise WrongLive(f"{step.kind}: {step.adapter} is {held.residency}, expected {' or '.join(residencies)}")
+        return held
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _backload(self, step: Step, body: bytes) -> bytes:
+        if step.adapter:
+            held = self._expect(step, Residency.OFFLOADED, Residency.RESIDENT)
+            if held.residency is Residency.OFFLOADED:
+                self.engine.stage(step.adapter)
+                held.residency = Residency.RESIDENT
+            return b""
+        missing = tuple(part for part in step.parts if part not in self.engine.resident_parts())
+        self.engine.backload(missing)
+        return b""
+
+    def _offload(self, step: Step, body: bytes) -> bytes:
+        if step.adapter:
+            held = self._expect(step, Residency.RESIDENT, Residency.OFFLOADED)
+            if held.residency is Residency.RESIDENT:
+                self.engine.unstage(step.adapter, state=held.state_dirty, grads=held.pending > 0)
+                self._clean(held, Residency.OFFLOADED)
+            return b""
+        live = self.held.get(self.live)
+        if live is not None and live.residency is Residency.LIVE and self.guard_pending:
+            raise PendingUnparked(f"{self.live} is live with {live.pending} pending forward_backwards and is not parked")
+        if any(held.residency is Residency.RESIDENT for held in self.held.values()):
+            raise PendingUnparked("an adapter is resident: offload it before the parts")
+        self.engine.offload(tuple(part for part in step.parts if part in self.engine.resident_parts()))
+        return b""
+
+    def _store_live(self, held: Held, residency: Residency) -> None:
+        self.engine.store(self.live, state=held.state_dirty, grads=held.pending > 0)
+        self._clean(held, residency)
+
+    @staticmethod
+    def _clean(held: Held, residency: Residency) -> None:
+        held.state_dirty = held.grads_dirty = False
+        held.residency = residency
+
+    def _park(self, step: Step, body: bytes) -> bytes:
+        held = self._expect(step, Residency.LIVE, Residency.PARKED)
+        if held.residency is Residency.LIVE:
+            self._store_live(held, Residency.PARKED)
+        return b""
+
+    def _unpark(self, step: Step, body: bytes) -> bytes:
+        held = self._expect(step, Residency.PARKED, Residency.LIVE)
+        if held.residency is Residency.PARKED:
+            self.engine.bind(step.adapter)
+            held.residency = Residency.LIVE
+        return b""
+
+    def _swap(self, step: Step, body: bytes) -> bytes:
+        incoming = self._expect(step, Residency.OFFLOADED, Residency.RESIDENT)
+        outgoing = self.held.get(self.live)
+        if outgoing is not None:
+            self._touched.append(self.live)
+            if outgoing.residency is Residency.PARKED:
+                outgoing.residency = Residency.OFFLOADED
+            elif not step.keep:
+                self._store_live(outgoing, Residency.OFFLOADED)
+            elif incoming.residency is Residency.RESIDENT:
+                self.engine.exchange_live(self.live, step.adapter)
+                outgoing.residency, incoming.residency = Residency.RESIDENT, Residency.LIVE
+            else:
+                self.engine.set_aside(self.live)
+                outgoing.residency = Residency.RESIDENT
+        if incoming.residency is Residency.RESIDENT:
+            self.engine.take_up(step.adapter)
+        elif incoming.residency is Residency.OFFLOADED:
+            self.engine.bind(step.adapter)
+        incoming.residency = Residency.LIVE
+        self.live = step.adapter
+        return b""
+
+    def _flush(self, step: Step, body: bytes) -> bytes:
+        held = self._expect(step, Residency.LIVE, Residency.RESIDENT)
+        if held.residency is Residency.LIVE:
+            self._store_live(held, Residency.LIVE)
+        else:
+            self.engine.unstage(step.adapter, state=held.state_dirty, grads=held.pending > 0)
+            self.engine.stage(step.adapter)
+            self._clean(held, Residency.RESIDENT)
+        return b""
+
+    def _fetch(self, step: Step, body: bytes) -> bytes:
+        raise WorkerFailed("this group does not spill: there is nothing to fetch")
+
+    def _snapshot(self, step: Step, body: bytes) -> bytes:
+        held = self.held[step.adapter]
+        if held.state_dirty or held.grads_dirty:
+            raise PendingUnparked(f"snapshot: the slot of {step.adapter} is behind the device; flush first")
+        self.engine.snapshot(step.adapter, step.id, self._adapter_facts(step.adapter))
+        return b""
+
+    def _restore(self, step: Step, body: bytes) -> bytes:
+        self._take(step.adapter, self.engine.restore(step.adapter, step.version))
+        return b""
+
+    def _take(self, adapter: str, seen: AdapterFacts) -> None:
+        self.held[adapter] = Held(Residency.OFFLOADED, pending=seen.pending, optimizer_step=seen.optimizer_step, digest=seen.digest)
+
+    def _wake_sampler(self, step: Step, body: bytes) -> bytes:
+        if self.engine.resident_parts():
+            raise NotResident("the sampler needs the training state off the device first")
+        if not self.sampler:
+            self.engine.wake_sampler()
+            self.sampler = True
+        return b""
+
+    def _sleep_sampler(self, step: Step, body: bytes) -> bytes:
+        if self.sampler:
+            self.engine.sleep_sampler()
+            self.sampler, self.published = False, ""
+        return b""
+
+    def _publish(self, step: Step, body: bytes) -> bytes:
+        held = self.held[step.adapter]
+        if not self.sampler:
+            raise NotResident("publish: the sampler is asleep")
+        if held.state_dirty:
+            raise PendingUnparked(f"publish: the slot of {step.adapter} is behind the device; flush first")
+        self.engine.publish(step.adapter)
+        self.published = f"{step.adapter}@{step.version}"
+        return b""
+
+    def _execute(self, step: Step, body: bytes) -> bytes:
+        return encode_body(_OPS[Op(step.op)](self, step, body))
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def _create(self, step: Step, body: bytes) -> msgspec.Struct:
+        request: CreateAdapter = decode_body(Op.CREATE_ADAPTER, body)
+        if step.adapter not in self.held:
+            self.engine.create(step.adapter, request.signature)
+            self.held[step.adapter] = Held()
+        return Done(step.adapter)
+
+    def _unload(self, step: Step, body: bytes) -> msgspec.Struct:
+        if self.live == step.adapter:
+            self.live = STALE
+        self.engine.drop(step.adapter)
+        del self.held[step.adapter]
+        return Done(step.adapter)
+
+    def _forward(self, step: Step, body: bytes) -> msgspec.Struct:
+        return self.engine.forward(decode_body(Op.FORWARD, body), backward=False)
+
+    def _forward_backward(self, step: Step, body: bytes) -> msgspec.Struct:
+        """A failure voids the whole window: a half-poisoned accumulation must not reach an update (invariant 2)."""
+        held = self.held[step.adapter]
+        held.grads_dirty = True
+        try:
+            result = self.engine.forward(decode_body(Op.FORWARD_BACKWARD, body), backward=True)
+        except Exception:
+            self.engine.discard()
+            held.pending = 0
+            raise
+        held.pending += 1
+        return result
+
+    def _optim_step(self, step: Step, body: bytes) -> msgspec.Struct:
+        held = self.held[step.adapter]
+        held.grads_dirty = True
+        if step.discard:
+            self.engine.discard()
+            held.pending = 0
+            raise WindowVoided("a forward_backward of this window failed, so its gradients were discarded and nothing was applied")
+        held.state_dirty = True
+        result = self.engine.optim_step(decode_body(Op.OPTIM_STEP, body))
+        held.pending = 0
+        held.optimizer_step, held.digest = result.optimizer_step, result.digest
+        return result
+
+    def _sample(self, step: Step, body: bytes) -> msgspec.Struct:
+        if self.published.rpartition("@")[0] != step.adapter:
+            raise WrongLive(f"sample: the sampler holds {self.published or 'nothing'!r}, not {step.adapter}")
+        return self.engine.sample(decode_body(Op.SAMPLE, body))
+
+    def _save_state(self, step: Step, body: bytes) -> msgspec.Struct:
+        request: SaveState = decode_body(Op.SAVE_STATE, body)
+        self._slot_is_current(step)
+        return self.engine.save(step.adapter, request.name, "weights", request.overwrite, self._adapter_facts(step.adapter))
+
+    def _save_weights(self, step: Step, body: bytes) -> msgspec.Struct:
+        request: SaveWeightsForSampler = decode_body(Op.SAVE_WEIGHTS_FOR_SAMPLER, body)
+        self._slot_is_current(step)
+        return self.engine.save(step.adapter, request.name, "sampler_weights", False, self._adapter_facts(step.adapter))
+
+    def _slot_is_current(self, step: Step) -> None:
+        held = self.held[step.adapter]
+        if held.state_dirty or held.grads_dirty:
+            raise PendingUnparked(f"{step.op}: the slot of {step.adapter} is behind the device; flush first")
+
+    def _load_state(self, step: Step, body: bytes) -> msgspec.Struct:
+        """Slot first; a live or resident adapter's device copy follows in the same step, so neither is ever behind."""
+        request: LoadState = decode_body(Op.LOAD_STATE, body)
+        source = f"{step.adapter.rpartition('/')[0]}/{request.adapter}" if request.adapter else step.adapter
+        residency = self.held[step.adapter].residency
+        if residency is Residency.LIVE and set(self.engine.resident_parts()) != set(ALL_PARTS):
+            raise NotResident("load_state: the live adapter's storages are off the device")
+        seen = self.engine.load(step.adapter, source, request.name, request.optimizer)
+        self._take(step.adapter, seen)
+        if residency is Residency.LIVE:
+            self.engine.bind(step.adapter)
+        elif residency is Residency.RESIDENT:
+            self.engine.stage(step.adapter)
+        self.held[step.adapter].residency = residency
+        return Done(step.adapter, f"optimizer step {seen.optimizer_step}")
+
+
+_STEPS: dict[StepKind, Callable[[Machine, Step, bytes], bytes]] = {
+    StepKind.BACKLOAD: Machine._backload,
+    StepKind.OFFLOAD: Machine._offload,
+    StepKind.PARK: Machine._park,
+    StepKind.UNPARK: Machine._unpark,
+    StepKind.SWAP: Machine._swap,
+    StepKind.FLUSH: Machine._flush,
+    StepKind.FETCH: Machine._fetch,
+    StepKind.SPILL: Machine._fetch,
+    StepKind.SNAPSHOT: Machine._snapshot,
+    StepKind.RESTORE: Machine._restore,
+    StepKind.WAKE_SAMPLER: Machine._wake_sampler,
+    StepKind.SLEEP_SAMPLER: Machine._sleep_sampler,
+    StepKind.PUBLISH: Machine._publish,
+    StepKind.EXECUTE: Machine._execute,
+}
+_OPS: dict[Op, Callable[[Machine, Step, bytes], Any]] = {
+    Op.CREATE_ADAPTER: Machine._create,
+    Op.UNLOAD: Machine._unload,
+    Op.FORWARD: Machine._forward,
+    Op.FORWARD_BACKWARD: Machine._forward_backward,
+    Op.OPTIM_STEP: Machine._optim_step,
+    Op.SAMPLE: Machine._sample,
+    Op.SAVE_STATE: Machine._save_state,
+    Op.SAVE_WEIGHTS_FOR_SAMPLER: Machine._save_weights,
+    Op.LOAD_STATE: Machine._load_state,
+}

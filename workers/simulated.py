@@ -1,0 +1,279 @@
+"""The simulated group: the contract without a model. Deterministic, in-process, with declared costs.
+
+A stand-in for tests of the scheduler, for replays and for machines without torch. "Weights" are a digest that every update folds
+its gradients and hyper-parameters into, so a lost gradient, a leaked step or a wrong order shows in the bits just as it would in a
+real adapter. Device copies and slots are separate values: what is offloaded unsaved is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from pathlib import Path
+
+import anyio
+import msgspec
+import numpy as np
+
+from state.errors import BadCheckpoint, WorkerFailed, WorkersLostError
+from state.events import AdapterFacts, GroupSpec, Part, StepKind
+from state.requests import (
+    Forward,
+    ForwardResult,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SampleResult,
+    SaveResult,
+    Sequence,
+    Signature,
+    Tensor,
+    encode_body,
+)
+from state.residency import ALL_PARTS
+from workers import checkpoints
+from workers.contract import Call, Status, StepOutcome
+from workers.machine import Machine
+
+SIMULATED_SPEC = GroupSpec(
+    backend="simulated",
+    max_rank=32,
+    targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    vocab_size=256,
+    max_sequence_tokens=2048,
+    base_model="simulated",
+)
+SLOT_BYTES = 1000  # declared, so that byte gauges move
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One adapter's whole state: `weights` stands for weights, masters, moments and RNG; `grads` for the pending sum."""
+
+    signature: Signature
+    weights: str
+    grads: str = ""
+    pending: int = 0
+    optimizer_step: int = 0
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256("\0".join(str(part) for part in parts).encode()).hexdigest()
+
+
+class SimulatedEngine:
+    def __init__(self, spec: GroupSpec = SIMULATED_SPEC, root: Path | None = None) -> None:
+        self.spec = spec
+        self.root = root
+        self.slots: dict[str, Copy] = {}
+        self.device_slots: dict[str, Copy] = {}
+        self.live: Copy | None = None
+        self.sampler: Copy | None = None
+        self.parts: set[Part] = set(ALL_PARTS)
+        self.moved = 0
+        self.snapshots: dict[str, dict[int, Copy]] = {}
+
+    def create(self, adapter: str, signature: Signature) -> None:
+        self.slots[adapter] = Copy(signature, _hash("seed", encode_body(signature)))
+
+    def drop(self, adapter: str) -> None:
+        del self.slots[adapter]
+        self.device_slots.pop(adapter, None)
+        self.snapshots.pop(adapter, None)
+
+    def bind(self, adapter: str) -> None:
+        self.live = self.slots[adapter]
+        self.moved += SLOT_BYTES
+
+    def store(self, adapter: str, *, state: bool, grads: bool) -> None:
+        assert self.live is not None
+        self.slots[adapter] = self.live
+        self.moved += SLOT_BYTES * (state + grads)
+
+    def set_aside(self, adapter: str) -> None:
+        assert self.live is not None
+        self.device_slots[adapter], self.live = self.live, None
+
+    def take_up(self, adapter: str) -> None:
+        self.live = self.device_slots.pop(adapter)
+
+    def exchange_live(self, outgoing: str, incoming: str) -> None:
+        self.set_aside(outgoing)
+        self.take_up(incoming)
+
+    def stage(self, adapter: str) -> None:
+        self.device_slots[adapter] = self.slots[adapter]
+        self.moved += SLOT_BYTES
+
+    def unstage(self, adapter: str, *, state: bool, grads: bool) -> None:
+        self.slots[adapter] = self.device_slots.pop(adapter)
+        self.moved += SLOT_BYTES * (state + grads)
+
+    def offload(self, parts: tuple[Part, ...]) -> None:
+        """Discards what was on the device, as the real thing does: only slots survive."""
+        self.parts -= set(parts)
+        if self.live is not None and Part.GRADS in parts:
+            self.live = msgspec.structs.replace(self.live, grads="", pending=0)
+
+    def backload(self, parts: tuple[Part, ...]) -> None:
+        self.parts |= set(parts)
+
+    def wake_sampler(self) -> None:
+        pass
+
+    def sleep_sampler(self) -> None:
+        self.sampler = None
+
+    def publish(self, adapter: str) -> None:
+        self.sampler = self.slots[adapter]
+
+    def forward(self, body: Forward, backward: bool) -> ForwardResult:
+        assert self.live is not None
+        if body.loss_config.get("clip_high_threshold") == 13.0:  # how a test makes a worker raise in mid-batch
+            raise WorkerFailed("planted failure")
+        digest = _hash(self.live.weights, encode_body(body))
+        if backward:
+            grads = _hash(self.live.grads, digest)
+            self.live = msgspec.structs.replace(self.live, grads=grads, pending=self.live.pending + 1)
+        logprobs = tuple(_noise(_hash(digest, i), d.tokens.shape[0]) for i, d in enumerate(body.data))
+        loss = float(-sum(float(np.frombuffer(t.data, "<f4").sum()) for t in logprobs))
+        return ForwardResult(logprobs, {"loss:sum": loss, "tokens:sum": float(sum(t.shape[0] for t in logprobs))})
+
+    def discard(self) -> None:
+        assert self.live is not None
+        self.live = msgspec.structs.replace(self.live, grads="", pending=0)
+
+    def optim_step(self, body: OptimStep) -> OptimStepResult:
+        assert self.live is not None
+        weights = _hash(self.live.weights, self.live.grads, encode_body(body))
+        self.live = Copy(self.live.signature, weights, "", 0, self.live.optimizer_step + 1)
+        return OptimStepResult(self.live.optimizer_step, {}, weights[:16])
+
+    def sample(self, body: Sample) -> SampleResult:
+        assert self.sampler is not None
+        sequences = []
+        for index in range(body.num_samples):
+            seed = int(_hash(self.sampler.weights, encode_body(body), index)[:8], 16)
+            tokens = np.random.default_rng(seed).integers(0, self.spec.vocab_size, body.max_tokens, dtype=np.int32)
+            sequences.append(Sequence(Tensor("int32", (body.max_tokens,), tokens.tobytes()), _noise(str(seed), body.max_tokens), "length"))
+        return SampleResult(tuple(sequences), _noise("prompt", body.prompt.shape[0]) if body.prompt_logprobs else None)
+
+    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts) -> SaveResult:
+        final = self._path(adapter, kind, name)
+        aside = checkpoints.begin(final, overwrite)
+        return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", self._write(aside, final, adapter, kind))
+
+    def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
+        copy = self._read(self._path(source, "weights", name))
+        if copy.signature.rank != self.slots[adapter].signature.rank:
+            raise BadCheckpoint(f"checkpoint {name!r} has rank {copy.signature.rank}")
+        copy = msgspec.structs.replace(copy, signature=self.slots[adapter].signature, grads="", pending=0)
+        self.slots[adapter] = copy if optimizer else msgspec.structs.replace(copy, optimizer_step=0)
+        return self._facts(adapter)
+
+    def snapshot(self, adapter: str, version: int, facts: AdapterFacts) -> None:
+        if self.root is None:
+            kept = self.snapshots.setdefault(adapter, {})
+            kept[version] = self.slots[adapter]
+            for old in sorted(kept)[:-2]:
+                del kept[old]
+            return
+        final = self._path(adapter, "snapshot", str(version))
+        self._write(checkpoints.begin(final, overwrite=True), final, adapter, "snapshot")
+
+    def restore(self, adapter: str, version: int) -> AdapterFacts:
+        if self.root is None:
+            self.slots[adapter] = self.snapshots[adapter][version]
+        else:
+            self.slots[adapter] = self._read(self._path(adapter, "snapshot", str(version)))
+        return self._facts(adapter)
+
+    def resident_parts(self) -> tuple[Part, ...]:
+        return tuple(part for part in ALL_PARTS if part in self.parts)
+
+    def device_bytes(self) -> int:
+        return SLOT_BYTES * (len(self.parts) + len(self.device_slots))
+
+    def host_bytes(self) -> int:
+        return SLOT_BYTES * len(self.slots)
+
+    def take_moved_bytes(self) -> int:
+        moved, self.moved = self.moved, 0
+        return moved
+
+    def _facts(self, adapter: str) -> AdapterFacts:
+        copy = self.slots[adapter]
+        digest = copy.weights[:16] if copy.optimizer_step else ""
+        return AdapterFacts(adapter, "offloaded", copy.pending, False, copy.optimizer_step, digest)
+
+    def _path(self, adapter: str, kind: str, name: str) -> Path:
+        if self.root is None:
+            raise WorkerFailed("this simulated group has no directory for checkpoints")
+        return self.root / adapter / kind / name
+
+    def _write(self, aside: Path, final: Path, adapter: str, kind: str) -> str:
+        data = msgspec.msgpack.encode(self.slots[adapter])
+        shards = {"shard-0.msgpack": checkpoints.write_shard(aside, "shard-0.msgpack", data)}
+        signature = msgspec.to_builtins(self.slots[adapter].signature)
+        return checkpoints.commit(aside, final, checkpoints.Manifest(adapter, kind, signature, {}, {}, shards))
+
+    def _read(self, path: Path) -> Copy:
+        manifest = checkpoints.read_manifest(path)
+        return msgspec.msgpack.decode(checkpoints.read_shard(path, manifest, "shard-0.msgpack"), type=Copy)
+
+
+def _noise(seed: str, length: int) -> Tensor:
+    """float32 [length], negative, decided by `seed`."""
+    values = -np.random.default_rng(int(_hash(seed)[:12], 16)).random(length, dtype=np.float32)
+    return Tensor("float32", (length,), values.tobytes())
+
+
+class SimulatedGroup:
+    """A `WorkerGroup` in this process. `cost_us`: declared cost by step kind or operation, instead of the measured one."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: GroupSpec = SIMULATED_SPEC,
+        root: Path | None = None,
+        cost_us: dict[str, int] | None = None,
+        sleep: bool = False,
+        guard_pending: bool = True,
+    ) -> None:
+        self.name = name
+        self.engine = SimulatedEngine(spec, root)
+        self.machine = Machine(self.engine, guard_pending=guard_pending)
+        self.incarnation = uuid.uuid4().hex[:12]
+        self.cost_us = cost_us
+        self.sleep = sleep
+        self.dead = False
+
+    async def start(self, epoch: int) -> Status:
+        return await self.status(epoch)
+
+    async def apply(self, call: Call) -> StepOutcome:
+        self._alive()
+        if self.sleep and self.cost_us:
+            await anyio.sleep(self.declared(call) / 1e6)
+        self._alive()
+        outcome = self.machine.apply(call)
+        if self.cost_us is not None:
+            outcome = msgspec.structs.replace(outcome, cost_us=self.declared(call))
+        return outcome
+
+    async def status(self, epoch: int) -> Status:
+        self._alive()
+        self.machine.gate.fence(epoch)
+        outcomes = tuple(self.machine.gate.outcomes.values())
+        return Status(self.incarnation, self.engine.spec, self.machine.facts(), outcomes)
+
+    async def close(self) -> None:
+        self.dead = True
+
+    def declared(self, call: Call) -> int:
+        assert self.cost_us is not None
+        name = call.step.op if call.step.kind is StepKind.EXECUTE else call.step.kind
+        return self.cost_us.get(name, 0)
+
+    def _alive(self) -> None:
+        if self.dead:
+            raise WorkersLostError(f"group {self.name!r} is gone")
