@@ -1,5 +1,7 @@
-"""`hotdesk`: one command, a table of subcommands. Exit codes: 0 done; 1 a check failed; 2 wrong usage or configuration; 3 stopped with words;
-130 interrupted."""
+"""`hotdesk`: one command, a table of subcommands.
+
+Exit codes: 0 done; 1 a check failed; 2 wrong usage or configuration; 3 stopped with words; 130 interrupted.
+"""
 
 from __future__ import annotations
 

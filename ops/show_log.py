@@ -50,7 +50,8 @@ async def _run(args: argparse.Namespace) -> None:
 
 
 async def _print(log: EventLog, args: argparse.Namespace) -> None:
-    after, kept = ids.parse(args.after), []
+    after = ids.parse(args.after)
+    kept: list[str] = []
     while True:
         events = await log.read(after, READ_EVENTS)
         for log_id, data in events:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import os
 import socket
+import tempfile
 import uuid
 from collections.abc import Awaitable
 from pathlib import Path
@@ -49,6 +50,8 @@ def connect_ray(address: str, namespace: str, cpus: float) -> None:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
+            # a directory of this user's own: Ray's default belongs to whoever came first. Short, because sockets lie below it.
+            _temp_dir=str(Path(tempfile.gettempdir()) / f"hotdesk-ray-{os.getuid()}"),
             **common,
         )
 
