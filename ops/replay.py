@@ -61,9 +61,8 @@ async def _replay(log: EventLog, args: argparse.Namespace, data_dir: Path | None
     fleet = verifier.fleet
     if args.json:
         print(json.dumps(msgspec.to_builtins(fleet), indent=1, default=str))
-    print(
-        f"{fleet.events} events to {ids.text(fleet.log_id)}; epoch {fleet.epoch}; {len(fleet.adapters)} adapters; {fleet.queued} requests open"
-    )
+    totals = f"epoch {fleet.epoch}; {len(fleet.adapters)} adapters; {fleet.queued} requests open"
+    print(f"{fleet.events} events to {ids.text(fleet.log_id)}; {totals}")
     if not args.verify:
         return 0
     for problem in verifier.problems:

@@ -16,6 +16,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -260,7 +261,7 @@ class Daemon:
         after = "0-0"  # what is in the intake was not taken yet: taken entries are removed with the commit that takes them
         with self._intake_scope:
             while True:
-                for entry in await self._patiently(lambda: self.store.read_intake(after, INTAKE_READ, INTAKE_BLOCK_MS)):
+                for entry in await self._patiently(partial(self.store.read_intake, after, INTAKE_READ, INTAKE_BLOCK_MS)):
                     after = entry.intake_id
                     await self._inbox_in.send(entry)
 

@@ -16,6 +16,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
@@ -203,7 +204,7 @@ class Producer:
 
     async def _read_results(self, after: int) -> None:
         while True:
-            entries = await _patiently(lambda: self.store.read_results(self.tenant, after, 512, READ_BLOCK_MS))
+            entries = await _patiently(partial(self.store.read_results, self.tenant, after, 512, READ_BLOCK_MS))
             for log_id, payload in entries:
                 after = log_id
                 reply = msgspec.msgpack.decode(payload, type=Reply)

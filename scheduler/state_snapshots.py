@@ -67,7 +67,8 @@ async def load_fleet(directory: Path | None, log: EventLog) -> Fleet:
     first, last = await log.bounds()
     if snapshot is not None and last < snapshot.log_id:
         raise LogTruncated(
-            f"the log ends at {ids.text(last)}, but this daemon has seen it up to {ids.text(snapshot.log_id)}: the server lost data or is another one"
+            f"the log ends at {ids.text(last)}, but this daemon has seen it up to {ids.text(snapshot.log_id)}: "
+            "the server lost data or is another one"
         )
     if snapshot is not None and first > snapshot.log_id:
         raise LogTruncated(f"the log begins at {ids.text(first)}, after the newest snapshot at {ids.text(snapshot.log_id)}")

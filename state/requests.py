@@ -196,7 +196,10 @@ def encode_body(body: msgspec.Struct) -> bytes:
 
 
 def decode_body(op: Op, body: bytes) -> Any:
-    """From msgpack, or from JSON (tensors' bytes in base64). Raises `msgspec.DecodeError` (its subclass `ValidationError` names the field)."""
+    """From msgpack, or from JSON (tensors' bytes in base64).
+
+    Raises `msgspec.DecodeError` (its subclass `ValidationError` names the field).
+    """
     return (_JSON_DECODERS if body.startswith(b"{") else _DECODERS)[op].decode(body)
 
 
@@ -277,7 +280,10 @@ RESULTS: dict[Op, type[msgspec.Struct]] = {
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a request ended, as the producer reads it. `status`: completed, failed, cancelled, refused, or busy (not accepted: send again). `result`: encoded struct of `RESULTS`."""
+    """How a request ended, as the producer reads it.
+
+    `status`: completed, failed, cancelled, refused, or busy (not accepted: send again). `result`: encoded struct of `RESULTS`.
+    """
 
     request_id: str
     status: str

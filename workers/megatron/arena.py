@@ -35,7 +35,7 @@ class Arena:
         raise OutOfMemory(f"{nbytes} bytes of host memory: {self.free_bytes} of {self.budget_bytes} are free, in {len(self.free)} pieces")
 
     def give(self, piece: torch.Tensor) -> None:
-        offset = piece.storage_offset()
+        offset = int(piece.storage_offset())
         size = self.taken.pop(offset)
         self.asked_bytes -= piece.numel()
         merged: list[tuple[int, int]] = []

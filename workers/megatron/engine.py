@@ -131,7 +131,7 @@ class MegatronEngine:
         """(which of `live.weights`, element offset in it) of a trainable parameter: its data is a view of that storage."""
         for index, weights in enumerate(self.live.weights):
             if parameter.data.untyped_storage()._cdata == weights.untyped_storage()._cdata:
-                return index, parameter.data.storage_offset() - weights.storage_offset()
+                return index, int(parameter.data.storage_offset() - weights.storage_offset())
         raise UnknownLayout("a trainable parameter lies outside the weights' storages")
 
     # --- slots ----------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class MegatronEngine:
         for part in parts:
             for storage, nbytes in self._storages(part):
                 storage.resize_(nbytes)
-                storage.fill_(0)
+                storage.fill_(0)  # type: ignore[attr-defined]
         if Part.WEIGHTS in parts:
             self._copy([self.base_host], [self.base])
         self._synchronize()
@@ -348,7 +348,7 @@ class MegatronEngine:
         tokens = self._padded([datum.tokens for datum in batch], length)
         targets = self._padded([datum.inputs["target_tokens"] for datum in batch], length)
         ones = [np.ones(datum.tokens.shape[0], np.float32) for datum in batch]
-        inputs = {
+        inputs: dict[str, torch.Tensor] = {
             name: self._padded([datum.inputs[name] for datum in batch], length)
             for name in ("logprobs", "advantages")
             if name in batch[0].inputs

@@ -124,8 +124,9 @@ def initial_value(name: str, parameter: nn.Parameter, module: LoraLinear, signat
     """fp32 value of one LoRA parameter's shard for a new adapter: A gaussian with std 1/sqrt(in), B zero (Hu et al. 2021), drawn at the
     adapter's own rank from (seed, name), so that it depends neither on the group's largest rank nor on other adapters."""
     is_a = ".lora_a." in name
-    max_rank = module.lora_b.input_size
-    full = torch.zeros(max_rank, module.base.input_size) if is_a else torch.zeros(module.base.output_size, max_rank)
+    base: Any = module.base
+    max_rank = int(module.lora_b.input_size)
+    full = torch.zeros(max_rank, int(base.input_size)) if is_a else torch.zeros(int(base.output_size), max_rank)
     target = name.split(".lora_")[0].rpartition(".")[2]
     if is_a and (not signature.targets or target in signature.targets):
         seed = int.from_bytes(hashlib.sha256(f"{signature.seed}/{name}".encode()).digest()[:8], "little") >> 1
