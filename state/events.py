@@ -211,6 +211,19 @@ class LeaderElected(msgspec.Struct, frozen=True, omit_defaults=True, tag="leader
     settings: Settings
 
 
+ALL_KINDS = (
+    RequestAccepted,
+    RequestRefused,
+    RequestCancelled,
+    RequestCompleted,
+    RequestFailed,
+    StepStarted,
+    StepFinished,
+    StepFailed,
+    WorkersJoined,
+    WorkersLost,
+    LeaderElected,
+)
 Event = (
     RequestAccepted
     | RequestRefused

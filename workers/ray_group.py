@@ -101,7 +101,8 @@ class RayGroup:
     async def start(self, epoch: int) -> Status:
         cpus = self.world * self.config.cpus_per_rank
         await anyio.to_thread.run_sync(connect_ray, self.address, self.namespace, max(cpus, os.cpu_count() or 1))
-        if self.address and await anyio.to_thread.run_sync(lambda: self._find()):
+        found = await anyio.to_thread.run_sync(self._find) if self.address else False
+        if found:
             try:
                 return await self.status(epoch)
             except WorkersLostError:

@@ -1,0 +1,63 @@
+"""Fixtures, and two reports: which edges of the residency machine the suite never took, and which checks CUDA alone could make."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+from state import residency
+from state.residency import EDGES
+
+
+class Recording(dict):
+    """`EDGES` that remembers which of its keys were asked for."""
+
+    def __init__(self, edges):
+        super().__init__(edges)
+        self.taken = set()
+
+    def __getitem__(self, key):
+        value = super().__getitem__(key)
+        self.taken.add(key)
+        return value
+
+
+RECORDING = Recording(EDGES)
+residency.EDGES = RECORDING
+
+
+def pytest_terminal_summary(terminalreporter):
+    never = [f"{where} --{move}--> {to}" for (where, move), to in RECORDING.items() if (where, move) not in RECORDING.taken]
+    terminalreporter.section("residency machine")
+    terminalreporter.line(f"{len(RECORDING) - len(never)} of {len(RECORDING)} edges taken by this run")
+    for edge in never:
+        terminalreporter.line(f"never taken: {edge}")
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture
+def short_tmp():
+    """A directory with a short path: unix sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="hd-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A real embedded server for the whole run; tests use a fleet name each."""
+    from scheduler.embedded import EmbeddedServer
+
+    with tempfile.TemporaryDirectory(prefix="hd-") as directory:
+        embedded = EmbeddedServer(Path(directory))
+        embedded.start()
+        yield embedded
+        embedded.stop()
