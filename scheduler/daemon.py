@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -232,6 +233,7 @@ class Daemon:
             try:
                 result = await call()
             except (RedisError, OSError) as error:
+                await anyio.lowlevel.checkpoint()  # the client turns a cancelled read into a connection error
                 if not is_passing(error):
                     raise
                 if not self._server_away:

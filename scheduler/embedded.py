@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from state.errors import ServerFault
 
@@ -65,17 +67,20 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """Asks the server to shut down and waits; its data stays."""
-        with contextlib.suppress(redis.RedisError), redis.Redis(unix_socket_path=str(self.socket)) as client:
+        with contextlib.suppress(redis.RedisError), self._client() as client:
             client.shutdown(nosave=True)
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
 
+    def _client(self) -> redis.Redis:
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=Retry(NoBackoff(), 0))
+
     def _answers(self) -> bool:
         if not self.socket.exists():
             return False
         try:
-            with redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2) as client:
+            with self._client() as client:
                 return bool(client.ping())
         except redis.ConnectionError:
             return False

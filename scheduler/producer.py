@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import numpy as np
 import redis
@@ -225,6 +226,7 @@ async def _patiently(call: Callable[[], Any]) -> Any:
         try:
             return await call()
         except (redis.RedisError, OSError) as error:
+            await anyio.lowlevel.checkpoint()  # the client turns a cancelled read into a connection error
             if not is_passing(error):
                 raise
             await anyio.sleep(pause)

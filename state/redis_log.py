@@ -15,7 +15,17 @@ from collections.abc import Awaitable, Iterator
 from typing import Any, cast
 
 import redis.asyncio as redis
-from redis.exceptions import RedisError, ResponseError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from state import log_id as ids
 from state.errors import Fenced, LogDiverged
@@ -89,6 +99,8 @@ PASSING = ("READONLY", "OOM", "LOADING", "MISCONF", "MASTERDOWN", "NOREPLICAS", 
 
 def is_passing(error: Exception) -> bool:
     """Whether waiting may help: no connection, or an answer of the kinds in `PASSING`."""
+    if isinstance(error, OutOfMemoryError | ReadOnlyError | MasterDownError | ClusterDownError | TryAgainError):
+        return True
     if isinstance(error, ResponseError):
         return any(word in str(error)[:200] for word in PASSING)
     return isinstance(error, RedisError | OSError)
@@ -112,7 +124,12 @@ class RedisLog:
     @staticmethod
     def connect(url: str, fleet: str, result_retention_ms: int = 600_000) -> RedisLog:
         """`url`: redis://, rediss:// (TLS) or unix://, with user and password where the server has ACL users."""
-        client = redis.Redis.from_url(url, max_connections=8, socket_connect_timeout=5, health_check_interval=30)
+        client = redis.Redis.from_url(
+            url,
+            max_connections=8,
+            socket_connect_timeout=5,
+            retry=Retry(NoBackoff(), 0),  # the client must not repeat a commit behind our back; callers wait and look first
+        )
         return RedisLog(client, fleet, result_retention_ms)
 
     async def commit(self, epoch: int, commit: Commit) -> None:

@@ -74,6 +74,7 @@ class Synchronous:
         spec: GroupSpec = SIMULATED_SPEC,
         guard_pending: bool = True,
         limits: Limits | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.core = Core(Fleet(), limits or Limits())
         self.now_ms = 1_000_000
@@ -81,7 +82,8 @@ class Synchronous:
         self.replies: dict[str, Reply] = {}
         self.all_replies: list[Reply] = []
         self.bodies: dict[str, bytes] = {}
-        self.spec, self.guard_pending = spec, guard_pending
+        self.spec, self.guard_pending = machine.engine.spec if machine is not None else spec, guard_pending
+        self.given = machine  # a real worker's machine instead of simulated ones
         self.machines: dict[str, Machine] = {}
         self.incarnations: dict[str, str] = {}
         self.snapshots: dict[str, Any] = {name: {} for name in groups}
@@ -103,7 +105,7 @@ class Synchronous:
         engine = SimulatedEngine(self.spec)
         engine.snapshots = self.snapshots[name]
         self._born += 1
-        self.machines[name] = Machine(engine, guard_pending=self.guard_pending)
+        self.machines[name] = self.given or Machine(engine, guard_pending=self.guard_pending)
         self.incarnations[name] = f"born-{self._born}"
         self.handle(Joined(name, self.status(name)))
 

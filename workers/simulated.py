@@ -240,14 +240,19 @@ class SimulatedGroup:
         guard_pending: bool = True,
     ) -> None:
         self.name = name
-        self.engine = SimulatedEngine(spec, root)
-        self.machine = Machine(self.engine, guard_pending=guard_pending)
-        self.incarnation = uuid.uuid4().hex[:12]
+        self.spec, self.root, self.guard_pending = spec, root, guard_pending
         self.cost_us = cost_us
         self.sleep = sleep
+        self._be_born()
+
+    def _be_born(self) -> None:
+        self.machine = Machine(SimulatedEngine(self.spec, self.root), guard_pending=self.guard_pending)
+        self.incarnation = uuid.uuid4().hex[:12]
         self.dead = False
 
     async def start(self, epoch: int) -> Status:
+        if self.dead:
+            self._be_born()
         return await self.status(epoch)
 
     async def apply(self, call: Call) -> StepOutcome:
@@ -264,7 +269,7 @@ class SimulatedGroup:
         self._alive()
         self.machine.gate.fence(epoch)
         outcomes = tuple(self.machine.gate.outcomes.values())
-        return Status(self.incarnation, self.engine.spec, self.machine.facts(), outcomes)
+        return Status(self.incarnation, self.spec, self.machine.facts(), outcomes)
 
     async def close(self) -> None:
         self.dead = True

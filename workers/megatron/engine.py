@@ -68,9 +68,8 @@ class MegatronEngine:
         self.parameters = lora_parameters(model)
         self.base = _flatten([p for p in model.parameters() if not p.requires_grad])
         self.base_host = self.base.cpu().pin_memory() if device.type == "cuda" else self.base.clone()
+        self.check_layout(config)
         distributed = config.optimizer == "distributed"
-        if config.optimizer not in ("distributed", "plain"):
-            raise UnknownLayout(f"optimizer {config.optimizer!r}")
         self.ddp = DistributedDataParallel(
             transformer,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),
@@ -101,6 +100,11 @@ class MegatronEngine:
             device_slots=config.device_slots,
             host_slots=config.host_slots,
         )
+
+    @staticmethod
+    def check_layout(config: GroupConfig) -> None:
+        if config.optimizer not in ("distributed", "plain"):
+            raise UnknownLayout(f"optimizer {config.optimizer!r} is no layout that the adapter store knows")
 
     def _optimizer_config(self, distributed: bool) -> OptimizerConfig:
         bf16 = self.config.dtype == "bfloat16"
@@ -331,7 +335,7 @@ class MegatronEngine:
         with torch.set_grad_enabled(backward):
             for batch in _microbatches([body.data[index] for index in mine]):
                 logp, loss = self._microbatch(body, batch)
-                value = float(loss)
+                value = float(loss.detach())
                 if not math.isfinite(value):
                     raise WorkerFailed(f"the loss is {value}")
                 if backward:

@@ -1,0 +1,370 @@
+"""The daemon's shell: real server, real producers, simulated workers; what happens when parts come, go and die."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import pytest
+import redis
+
+from ops.replay import Verifier, history, written_states
+from scheduler import state_snapshots
+from scheduler.daemon import Daemon
+from scheduler.embedded import EmbeddedServer
+from scheduler.producer import Producer, SyncProducer, datum, values
+from scheduler.validation import Limits
+from state.errors import BadBody, Fenced, LogDiverged, LogTruncated, UnknownAdapter
+from state.events import LeaderElected, Settings, StepStarted, WorkersLost, decode
+from state.fleet import encode
+from state.memory_log import MemoryLog
+from state.redis_log import RedisLog
+from workers.simulated import SimulatedGroup
+
+pytestmark = pytest.mark.anyio
+_fleet = itertools.count()
+DATA = [datum([1, 2, 3], [2, 3, 4])]
+
+
+@pytest.fixture
+def fleet():
+    return f"daemon{next(_fleet)}"
+
+
+@asynccontextmanager
+async def daemon(store, *, data_dir=None, group=None, settings=None, lease_ms=2000):
+    """A leading daemon; drained at the end."""
+    made = Daemon(
+        store, [group or SimulatedGroup("main")], settings=settings or Settings(), limits=Limits(), data_dir=data_dir, lease_ms=lease_ms
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(made.run)
+        with anyio.fail_after(10):
+            await made.ready.wait()
+        yield made
+        made.drain()
+
+
+async def train(adapter, steps, first=0):
+    digests = []
+    for step in range(first, first + steps):
+        await adapter.forward_backward([datum([step, 2, 3], [2, 3, 4])])
+        digests.append((await (await adapter.optim_step(learning_rate=0.1))).digest)
+    return digests
+
+
+async def control(steps):
+    """The same program on a fleet of its own, in memory."""
+    store = MemoryLog()
+    async with daemon(store), Producer.over(store, "ada") as hotdesk:
+        return await train(await hotdesk.create_adapter("poet", rank=4, seed=1), steps)
+
+
+async def verified(store, data_dir=None):
+    verifier = Verifier(written_states(data_dir) if data_dir else {})
+    async for log_id, data in history(store):
+        verifier.take(log_id, decode(data))
+    assert verifier.problems == []
+    assert verifier.decisions > 0
+    return verifier
+
+
+async def test_a_tenants_program_from_create_to_unload(server, fleet, tmp_path):
+    store = RedisLog.connect(server.url, fleet)
+    async with daemon(store, data_dir=tmp_path, group=SimulatedGroup("main", root=tmp_path / "adapters")) as leading:
+        async with Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+            poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+            forward = await (await poet.forward_backward(DATA))
+            assert values(forward.logprobs[0]).shape == (3,)
+            assert (await (await poet.optim_step(learning_rate=0.1))).optimizer_step == 1
+            sampled = await (await poet.sample([1, 2], max_tokens=3, num_samples=2))
+            assert [values(s.tokens).shape for s in sampled.sequences] == [(3,), (3,)]
+            assert (await (await poet.save_state("one"))).path == "hotdesk://ada/poet/weights/one"
+            assert (await (await poet.save_weights_for_sampler("one"))).path == "hotdesk://ada/poet/sampler_weights/one"
+            await (await poet.load_state("one"))
+            again = await hotdesk.adapter("poet")
+            assert (again.lane, again.next_seq) == (poet.lane, poet.next_seq)
+            with pytest.raises(BadBody, match="learning_rate -1"):
+                await (await again.optim_step(learning_rate=-1.0))
+            await (await again.unload())
+            with pytest.raises(UnknownAdapter):
+                await hotdesk.adapter("poet")
+        leading.dump()
+    await verified(store, tmp_path)
+    written = state_snapshots.newest(tmp_path / "snapshots")
+    assert encode(written) == encode(await state_snapshots.load_fleet(None, store))
+    await store.close()
+
+
+async def test_large_bodies_live_beside_the_log(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    tokens = list(range(200)) * 10
+    async with daemon(store), Producer.over(store, "ada") as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4)
+        assert values((await (await poet.forward([datum(tokens, tokens)]))).logprobs[0]).shape == (2000,)
+        events = [data async for _, data in history(store)]
+        assert max(map(len, events)) < 2000
+        keys = [key async for key in store.client.scan_iter(f"{{{fleet}}}:blob:*")]
+        assert len(keys) == 1
+    await store.close()
+
+
+async def test_thousands_of_waiting_futures_cost_one_connection(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    settings = Settings(tenant_queue=5000)
+    async with daemon(store, settings=settings), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4)
+        poet.next_seq += 1  # seq 1 is missing: everything below is held
+        settings_held = Settings().held_requests
+        futures = [await poet.forward(DATA) for _ in range(settings_held)]
+        before = len(await store.client.client_list())
+
+        async def wait(future):
+            await future
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(40):
+                for future in futures:
+                    tasks.start_soon(wait, future)
+            await anyio.sleep(0.2)
+            assert len(await store.client.client_list()) <= before + 1
+            late = poet.next_seq
+            poet.next_seq = 1
+            await poet.forward(DATA)
+            poet.next_seq = late
+    await store.close()
+
+
+async def test_a_restarted_daemon_goes_on_where_the_last_one_stopped(server, fleet, tmp_path):
+    store = RedisLog.connect(server.url, fleet)
+
+    def group():
+        return SimulatedGroup("main", root=tmp_path / "adapters")
+
+    async with Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        async with daemon(store, data_dir=tmp_path, group=group()):
+            poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+            seen = await train(poet, 2)
+        waiting = await poet.forward_backward([datum([2, 2, 3], [2, 3, 4])])  # nobody leads: it stays in the intake
+        async with daemon(store, data_dir=tmp_path, group=group()):
+            await waiting
+            seen.append((await (await poet.optim_step(learning_rate=0.1))).digest)
+            seen += await train(poet, 1, first=3)
+    assert seen == await control(4)
+    await verified(store, tmp_path)
+    await store.close()
+
+
+async def test_a_standby_takes_over_and_the_old_leader_is_fenced(server, fleet):
+    class Detached(SimulatedGroup):
+        async def close(self):
+            """Workers on a cluster outlive the daemon that started them."""
+
+    store = RedisLog.connect(server.url, fleet)
+    workers = Detached("main")
+    async with Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        first = Daemon(store, [workers], settings=Settings(), limits=Limits(), lease_ms=600)
+        first.holder = "first"
+        with pytest.raises(BaseExceptionGroup) as fenced:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(first.run)
+                await first.ready.wait()
+                poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+                seen = await train(poet, 2)
+                await store.client.set(store.lease, "second")  # the lease ran out while the leader was not looking
+                second = Daemon(store, [workers], settings=Settings(), limits=Limits(), lease_ms=600)
+                second.holder = "second"
+
+                async def take_over():
+                    async with anyio.create_task_group() as inner:
+                        inner.start_soon(second.run)
+                        await second.ready.wait()
+                        nonlocal seen
+                        seen += await train(poet, 2, first=2)
+                        second.drain()
+
+                with anyio.CancelScope(shield=True):
+                    await take_over()
+                await anyio.sleep(1)
+        assert fenced.group_contains(Fenced) or fenced.group_contains(LogDiverged)
+    assert seen == await control(4)
+    terms = [decode(data) async for _, data in history(store)]
+    assert [event.epoch for event in terms if isinstance(event, LeaderElected)] == [1, 2]
+    await verified(store)
+    await store.close()
+
+
+async def test_a_group_that_dies_is_rebuilt_and_the_tenant_sees_only_latency(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    group = SimulatedGroup("main")
+    async with daemon(store, group=group), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+        seen = await train(poet, 2)
+        group.dead = True
+        seen += await train(poet, 2, first=2)
+    assert seen == await control(4)
+    assert any([isinstance(decode(data), WorkersLost) async for _, data in history(store)])
+    await verified(store)
+    await store.close()
+
+
+async def test_a_killed_and_restarted_server_loses_nothing(short_tmp):
+    embedded = EmbeddedServer(short_tmp)
+    await anyio.to_thread.run_sync(embedded.start)
+    store = RedisLog.connect(embedded.url, "fleet")
+    seen = []
+    try:
+        async with daemon(store, data_dir=short_tmp), Producer.connect(embedded.url, fleet="fleet", tenant="ada") as hotdesk:
+            poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+            for first in range(0, 6, 2):
+                futures = [await poet.forward_backward([datum([first, 2, 3], [2, 3, 4])]), await poet.optim_step(learning_rate=0.1)]
+                os.kill(embedded.process.pid, signal.SIGKILL)
+                embedded.process.wait()
+                await anyio.sleep(0.2)
+                await anyio.to_thread.run_sync(embedded.start)
+                with anyio.fail_after(20):
+                    await futures[0]
+                    seen.append((await futures[1]).digest)
+                    seen += await train(poet, 1, first=first + 1)
+        assert seen == await control(6)
+        await verified(store, short_tmp)
+    finally:
+        await store.close()
+        embedded.stop()
+
+
+async def test_a_server_that_comes_back_empty_is_refused_with_words(server, fleet, tmp_path):
+    store = RedisLog.connect(server.url, fleet)
+    async with daemon(store, data_dir=tmp_path), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        await hotdesk.create_adapter("poet", rank=4)
+    await store.client.delete(store.log)
+    with pytest.raises(BaseExceptionGroup) as refused:
+        async with daemon(store, data_dir=tmp_path):
+            pass
+    assert refused.group_contains(LogTruncated, match="has seen it up to")
+    await store.close()
+
+
+async def test_a_log_that_begins_in_the_middle_is_refused_with_words(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    async with daemon(store), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        await hotdesk.create_adapter("poet", rank=4)
+    await store.client.xtrim(store.log, maxlen=2, approximate=False)
+    with pytest.raises(LogTruncated, match="in the middle of a history"):
+        await state_snapshots.load_fleet(None, store)
+    await store.close()
+
+
+async def test_a_read_only_server_is_waited_for(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    async with daemon(store), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+        await store.client.config_set("maxmemory", "1")  # every write is answered with OOM
+        try:
+            with anyio.move_on_after(0.5):
+                await poet.forward_backward(DATA)
+                raise AssertionError("the server took a write")
+        finally:
+            await store.client.config_set("maxmemory", "0")
+        poet.next_seq = 1
+        assert await (await poet.forward_backward(DATA))
+    await store.close()
+
+
+async def test_a_damaged_snapshot_is_passed_over(tmp_path, server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    async with daemon(store, data_dir=tmp_path), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        await hotdesk.create_adapter("poet", rank=4)
+    paths = sorted((tmp_path / "snapshots").glob("state-*"))
+    paths[-1].write_bytes(paths[-1].read_bytes()[:-1])
+    assert encode(await state_snapshots.load_fleet(tmp_path / "snapshots", store)) == encode(await state_snapshots.load_fleet(None, store))
+    await store.close()
+
+
+async def test_other_programs_of_a_tenant_do_not_disturb_and_other_tenants_see_nothing(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    async with (
+        daemon(store),
+        Producer.connect(server.url, fleet=fleet, tenant="ada") as one,
+        Producer.connect(server.url, fleet=fleet, tenant="ada") as two,
+        Producer.connect(server.url, fleet=fleet, tenant="brook") as other,
+    ):
+        poet = await one.create_adapter("poet", rank=4)
+        writer = await two.create_adapter("writer", rank=4)
+        await (await poet.forward(DATA))
+        await (await writer.forward(DATA))
+        with pytest.raises(UnknownAdapter):
+            await other.adapter("poet")
+    await store.close()
+
+
+async def test_a_cancelled_request_ends_once(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    async with daemon(store), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4)
+        poet.next_seq += 1
+        held = await poet.forward(DATA)
+        assert "cancelled" in (await hotdesk.cancel(held.request_id)).detail
+        with pytest.raises(Exception, match="cancelled"):
+            await held
+    await store.close()
+
+
+async def test_every_step_is_in_the_log_before_a_worker_sees_it():
+    store = MemoryLog()
+
+    class Suspicious(SimulatedGroup):
+        async def apply(self, call):
+            logged = [decode(data) for _, data in store.events]
+            assert any(isinstance(e, StepStarted) and e.step == call.step for e in logged)
+            return await super().apply(call)
+
+    async with daemon(store, group=Suspicious("main")), Producer.over(store, "ada") as hotdesk:
+        await train(await hotdesk.create_adapter("poet", rank=4), 2)
+
+
+def test_the_sync_face(server, fleet):
+    async def serve(started, stop):
+        store = RedisLog.connect(server.url, fleet)
+        async with daemon(store):
+            started.set()
+            await anyio.to_thread.run_sync(stop.wait)
+        await store.close()
+
+    import threading
+
+    started, stop = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: anyio.run(serve, started, stop))
+    thread.start()
+    try:
+        assert started.wait(10)
+        with SyncProducer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+            poet = hotdesk.create_adapter("poet", rank=4)
+            futures = [poet.forward_backward(DATA), poet.optim_step(learning_rate=0.1)]
+            assert futures[1].result(10).optimizer_step == 1
+            with pytest.raises(BadBody):
+                poet.optim_step(learning_rate=-1.0).result(10)
+            assert hotdesk.adapter("poet").name == "poet"
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_embedded_server_syncs_every_write_and_listens_on_no_port(short_tmp):
+    embedded = EmbeddedServer(short_tmp)
+    embedded.start()
+    try:
+        with redis.Redis(unix_socket_path=str(embedded.socket)) as client:
+            settings = client.config_get("*")
+            assert settings["appendfsync"] == "always"
+            assert settings["appendonly"] == "yes"
+            assert settings["port"] == "0"
+        again = EmbeddedServer(short_tmp)
+        again.start()
+        assert again.process is None  # the running one is used
+    finally:
+        embedded.stop()

@@ -1,0 +1,27 @@
+"""A Megatron rank in this process (world of one), and small groups for the tests."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from typing import Any
+
+from workers.group_config import GroupConfig, ModelConfig
+
+SMALL = ModelConfig(name="test-gpt", layers=2, hidden_size=32, heads=4, ffn_hidden_size=64, vocab_size=64, max_sequence_tokens=64)
+
+
+def group(**options: Any) -> GroupConfig:
+    return GroupConfig(**{"max_rank": 8, "model": SMALL, "host_slots": 48, "device_slots": 3, **options})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank(config: GroupConfig, root: str | None = None) -> Any:
+    from workers.megatron.rank import Rank
+
+    return Rank(config, 0, "127.0.0.1", free_port(), root or tempfile.mkdtemp(prefix="hd-"))

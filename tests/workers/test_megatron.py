@@ -1,0 +1,239 @@
+"""The real Megatron engine, world of one, in this process: the contract in four optimizer layouts, and what only a real model shows."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from scheduler.producer import values
+from state.errors import UnknownLayout
+from state.events import StepKind
+from state.requests import Forward, LoadState, Op, OptimStep, Sample, SaveState
+from state.residency import ALL_PARTS
+from tests.harness import float32, int32, sequence
+from tests.workers.conformance import Conformance, Device, batch, code
+from tests.workers.megatron_rank import group, rank
+
+LAYOUTS = [("distributed", "float32"), ("distributed", "bfloat16"), ("plain", "float32"), ("plain", "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=["-".join(layout) for layout in LAYOUTS])
+def hosted(request):
+    optimizer, dtype = request.param
+    made = rank(group(optimizer=optimizer, dtype=dtype))
+    yield made
+    made.leave()
+
+
+@pytest.fixture
+def device(hosted):
+    return fresh_device(hosted)
+
+
+def fresh_device(hosted) -> Device:
+    """The same process with an empty store and no memory of steps."""
+    machine = hosted.machine
+    engine = machine.engine
+    if machine.sampler:
+        engine.sleep_sampler()
+    engine.backload(tuple(part for part in ALL_PARTS if part not in engine.resident_parts()))
+    for adapter in list(machine.held):
+        engine.drop(adapter)
+    type(machine).__init__(machine, engine)
+    assert engine.arena.taken_bytes == 0
+    return Device(machine.apply)
+
+
+class TestMegatron(Conformance):
+    @pytest.fixture
+    def device(self, hosted):
+        return fresh_device(hosted)
+
+
+def test_loss_falls_and_is_the_sum_of_the_targets_log_probabilities(device):
+    device.create("t/a", 1)
+    device.swap("t/a")
+    losses = []
+    for _ in range(8):
+        result = device.run("t/a", Op.FORWARD_BACKWARD, batch(1))
+        total = -sum(float(values(t).sum()) for t in result.logprobs)
+        assert math.isclose(total, result.metrics["loss:sum"], rel_tol=1e-4)
+        losses.append(result.metrics["loss:sum"])
+        device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=0.02, eps=1e-8))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_gradients_of_several_requests_add_up(device):
+    """Two requests of one sequence and one request of both end in the same update, up to the order of one addition."""
+    both = batch(1, sequences=2)
+    for adapter, bodies in (("t/a", [Forward(both.data[:1]), Forward(both.data[1:])]), ("t/b", [both])):
+        device.create(adapter, 1)
+        device.swap(adapter)
+        for body in bodies:
+            device.run(adapter, Op.FORWARD_BACKWARD, body)
+        device.run(adapter, Op.OPTIM_STEP, OptimStep(learning_rate=0.01, eps=1e-3))
+    after = {}
+    for adapter in ("t/a", "t/b"):
+        device.swap(adapter)
+        after[adapter] = np.concatenate([values(t) for t in device.run(adapter, Op.FORWARD, both).logprobs])
+    assert np.allclose(after["t/a"], after["t/b"], atol=2e-2)
+
+
+def test_the_first_update_is_a_fresh_adams(hosted, device):
+    """|update| is lr for every element with a gradient (Adam's first step is lr * g/|g|), and decay alone moves nothing else."""
+    engine = hosted.machine.engine
+    device.create("t/a", 1)
+    device.swap("t/a")
+    before = {name: p.detach().float().clone() for name, p in engine.parameters.items()}
+    assert float(engine.live.steps.abs().sum()) == 0
+    device.run("t/a", Op.FORWARD_BACKWARD, batch(1))
+    device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=2**-6, eps=0.0 + 1e-30))
+    moved = {name: (p.detach().float() - before[name]).abs() for name, p in engine.parameters.items()}
+    b_moved = [m for name, m in moved.items() if ".lora_b." in name]
+    for update in b_moved:
+        own = update[:, :4].flatten()
+        assert math.isclose(float(own.median()), 2**-6, rel_tol=1e-2)
+        assert float(update[:, 4:].abs().max()) == 0  # padding beyond the adapter's rank stays zero for ever
+
+
+def test_optim_step_without_gradients_uses_nobody_elses(device):
+    device.create("t/a", 1)
+    device.create("t/b", 2)
+    device.swap("t/b")
+    device.run("t/b", Op.FORWARD_BACKWARD, batch(1))
+    device.swap("t/a")
+    before = device.run("t/a", Op.FORWARD, batch(3))
+    device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=0.1))
+    assert device.run("t/a", Op.FORWARD, batch(3)).logprobs == before.logprobs
+
+
+def test_an_adapter_of_fewer_targets_and_another_rank_lives_beside_others(hosted, device):
+    engine = hosted.machine.engine
+    device.create("t/a", 1, rank=2, targets=("linear_qkv",))
+    device.swap("t/a")
+    device.train("t/a", 1)
+    for name, parameter in engine.parameters.items():
+        if "linear_qkv" not in name:
+            assert float(parameter.detach().abs().max()) == 0, name
+
+
+def test_losses_of_reinforcement_learning_follow_their_formulas(device):
+    device.create("t/a", 1)
+    device.swap("t/a")
+    tokens = (3, 1, 4, 1, 5, 9)
+    logp = values(device.run("t/a", Op.FORWARD, Forward((sequence(*tokens),))).logprobs[0])
+    old = logp - np.array([0.5, -0.5, 0.0, 0.1, -0.1], np.float32)
+    advantages = np.array([1.0, -1.0, 2.0, 0.5, 1.0], np.float32)
+    ratio = np.exp(logp - old)
+    clipped = np.clip(ratio, 0.8, 1.2)
+    due = {
+        "importance_sampling": -(advantages * ratio).sum(),
+        "ppo": -np.minimum(advantages * ratio, advantages * clipped).sum(),
+        "cispo": -(advantages * clipped * logp).sum(),
+    }
+    datum = sequence(*tokens, logprobs=old.tolist(), advantages=advantages.tolist())
+    for loss_fn, expected in due.items():
+        result = device.run("t/a", Op.FORWARD_BACKWARD, Forward((datum,), loss_fn))
+        assert math.isclose(result.metrics["loss:sum"], float(expected), rel_tol=1e-3, abs_tol=1e-3), loss_fn
+    device.run("t/a", Op.OPTIM_STEP, OptimStep())
+
+
+def test_gradients_that_are_not_finite_are_discarded_and_nothing_is_applied(device):
+    device.create("t/a", 1)
+    device.swap("t/a")
+    before = device.run("t/a", Op.FORWARD, batch(2))
+    huge = sequence(1, 2, 3, weights=[3e38, 3e38])
+    outcome = device.do(StepKind.EXECUTE, "t/a", op=Op.FORWARD_BACKWARD, body=Forward((huge,)))
+    if not outcome.error:
+        outcome = device.do(StepKind.EXECUTE, "t/a", op=Op.OPTIM_STEP, body=OptimStep(learning_rate=0.1))
+    assert code(outcome) == "WorkerFailed"
+    assert "finite" in outcome.error.message or "inf" in outcome.error.message
+    assert outcome.facts.adapters[0].pending == 0 or outcome.facts.adapters[0].optimizer_step == 0
+    assert device.run("t/a", Op.FORWARD, batch(2)) == before
+
+
+def test_the_sampler_agrees_with_the_trainer_and_obeys_its_parameters(device):
+    device.create("t/a", 1)
+    device.swap("t/a")
+    for number in range(3):
+        device.train("t/a", number, learning_rate=0.05)
+    tokens = [1, 2, 3, 4, 5]
+    trained = values(device.run("t/a", Op.FORWARD, Forward((sequence(*tokens),))).logprobs[0])
+    device.give_away()
+    device.ok(StepKind.PUBLISH, "t/a", version=3)
+
+    def sample(**params):
+        return device.run("t/a", Op.SAMPLE, Sample(**{"prompt": int32(tokens), "max_tokens": 8, **params}))
+
+    scored = values(sample(prompt_logprobs=True).prompt_logprobs)
+    assert math.isnan(scored[0])
+    assert np.allclose(scored[1:], trained, atol=3e-2)
+    greedy = sample(temperature=0.0).sequences[0]
+    assert sample(temperature=0.0, seed=5).sequences[0] == greedy
+    assert sample(top_k=1).sequences[0].tokens == greedy.tokens
+    assert sample(top_p=1e-6).sequences[0].tokens == greedy.tokens
+    assert sample(seed=1) == sample(seed=1) != sample(seed=2)
+    first = int(values(greedy.tokens)[0])
+    stopped = sample(temperature=0.0, stop=((first,),)).sequences[0]
+    assert (stopped.stop_reason, stopped.tokens.shape) == ("stop", (1,))
+    assert greedy.stop_reason == "length"
+    assert (values(greedy.logprobs) <= 0).all()
+    device.take_back("t/a")
+
+
+def test_a_damaged_or_partial_checkpoint_is_refused_and_the_adapter_stays_as_it_was(hosted, device, tmp_path):
+    hosted.machine.engine.root = tmp_path
+    device.create("t/a", 1)
+    device.swap("t/a")
+    device.train("t/a", 1)
+    device.ok(StepKind.FLUSH, "t/a")
+    before = device.run("t/a", Op.FORWARD, batch(2))
+    for name, harm in (("cut", lambda p: p.write_bytes(p.read_bytes()[:-8])), ("gone", lambda p: p.unlink())):
+        device.run("t/a", Op.SAVE_STATE, SaveState(name))
+        harm(tmp_path / "t/a/weights" / name / "shard-0.safetensors")
+        outcome = device.do(StepKind.EXECUTE, "t/a", op=Op.LOAD_STATE, body=LoadState(name))
+        assert code(outcome) == "BadCheckpoint"
+    device.create("t/small", 1, rank=2)
+    device.run("t/small", Op.SAVE_STATE, SaveState("rank2"))
+    assert code(device.do(StepKind.EXECUTE, "t/a", op=Op.LOAD_STATE, body=LoadState("rank2", adapter="small"))) == "BadCheckpoint"
+    assert device.run("t/a", Op.FORWARD, batch(2)) == before
+
+
+def test_ten_thousand_switches_leave_host_and_device_bytes_flat(hosted, device):
+    engine = hosted.machine.engine
+    for adapter in ("t/a", "t/b", "t/c"):
+        device.create(adapter, 1)
+    device.swap("t/a")
+    device.run("t/a", Op.FORWARD_BACKWARD, batch(1))
+    for keep in (False, True):
+        for adapter in ("t/b", "t/c", "t/a"):
+            device.swap(adapter, keep=keep)
+        if keep:
+            break
+    seen = set()
+    for number in range(10_000):
+        device.swap(("t/b", "t/c", "t/a")[number % 3], keep=True)
+        if number % 1000 == 0:
+            seen.add((engine.device_bytes(), engine.host_bytes(), engine.arena.wasted_bytes))
+    assert len(seen) == 1
+    hosted.machine.gate.outcomes.clear()
+
+
+def test_an_unknown_layout_is_refused_by_name(hosted):
+    unknown = msgspec.structs.replace(hosted.machine.engine.config, optimizer="sgd")
+    with pytest.raises(UnknownLayout, match="sgd"):
+        hosted.machine.engine.check_layout(unknown)
+
+
+def test_weights_of_zero_change_nothing(device):
+    device.create("t/a", 1)
+    device.swap("t/a")
+    before = device.run("t/a", Op.FORWARD, batch(2))
+    nothing = sequence(1, 2, 3, weights=[0.0, 0.0])
+    assert nothing.inputs["weights"] == float32([0.0, 0.0])
+    device.run("t/a", Op.FORWARD_BACKWARD, Forward((nothing,)))
+    device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=0.1))
+    assert device.run("t/a", Op.FORWARD, batch(2)) == before
