@@ -19,10 +19,11 @@ from scheduler.core import decide
 from state import log_id as ids
 from state.errors import ConfigError
 from state.events import Event, Step, StepStarted, decode
-from state.fleet import Fleet, apply, encode
+from state.fleet import Fleet, Group, apply, encode
 from state.fleet import decode as decode_fleet
 from state.log import EventLog
 from state.plan import plan_leave
+from state.residency import ForbiddenMove
 from state.segment_log import SegmentLog, write_segment
 
 READ_EVENTS = 4096
@@ -134,11 +135,18 @@ class Verifier:
                 self.unequal += 1
                 self.problems.append(f"the fold at {ids.text(log_id)} differs from {path}")
 
+    def _decide(self, log_id: int, group: Group, recorded: Step) -> list[Step]:
+        """A step that no request caused belongs to a shutdown: the group was put to rest."""
+        try:
+            return decide(self.fleet, group) if recorded.request_id else plan_leave(self.fleet, group)
+        except ForbiddenMove as error:
+            self.problems.append(f"{ids.text(log_id)}: the planner cannot go on for {group.name}: {error}")
+            return []
+
     def _check(self, log_id: int, event: StepStarted) -> None:
         group = self.fleet.groups[event.group]
         if not group.steps:
-            # A step that no request caused belongs to a shutdown: the group was put to rest.
-            self._due[group.name] = decide(self.fleet, group) if event.step.request_id else plan_leave(self.fleet, group)
+            self._due[group.name] = self._decide(log_id, group, event.step)
             self.decisions += 1
         due = self._due.get(group.name, [])
         expected = due.pop(0) if due else None

@@ -54,8 +54,8 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     live: str = ""
     parts: tuple[Part, ...] = ()
     keep: bool = False  # swap: the outgoing adapter stays resident in its own device slot
-    discard: bool = False  # optim_step on a voided window: drop the pending gradients and fail
-    version: int = 0  # publish: which version of the adapter the sampler gets; restore: which snapshot
+    discard: bool = False  # a voided window. optim_step: drop the pending gradients and fail; restore: leave them out
+    version: int = 0  # publish: the adapter's version; restore: the snapshot; snapshot: the one before, kept until this one is logged
     redo: bool = False  # re-execution after a loss: its outcome was given out before
 
 

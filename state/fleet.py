@@ -92,6 +92,7 @@ class Adapter(msgspec.Struct, array_like=True):
     history: list[Redo] = []
     redone: int = 0
     snapshot: int = 0  # id of the step that wrote the last durable snapshot; 0 for none
+    snapshot_voided: bool = False  # the snapshot holds gradients of a window that was voided after it
     divergence: str = ""
 
     @property
@@ -355,7 +356,7 @@ def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
     if step.kind is StepKind.EXECUTE:
         _executed(adapter, step)
     elif step.kind is StepKind.SNAPSHOT:
-        adapter.snapshot = step.id
+        adapter.snapshot, adapter.snapshot_voided = step.id, False
         adapter.history = []
         adapter.redone = 0
     elif step.kind is StepKind.RESTORE:
@@ -401,6 +402,8 @@ def _drop_window(adapter: Adapter) -> None:
     """A voided window's forward_backwards are no part of the adapter's state any more: nothing re-executes them."""
     while adapter.history and adapter.history[-1].request.op == Op.FORWARD_BACKWARD:
         adapter.history.pop()
+    if not adapter.history:
+        adapter.snapshot_voided = True
     adapter.redone = min(adapter.redone, len(adapter.history))
 
 

@@ -44,7 +44,7 @@ def plan_leave(fleet: Fleet, group: Group) -> list[Step]:
         if adapter.history and not adapter.recovering and adapter.residency is not Residency.GONE:
             if adapter.residency is Residency.RESIDENT and adapter.dirty:
                 steps.append(Step(group.next_step + len(steps), StepKind.FLUSH, key, live=group.device.live))
-            steps.append(Step(group.next_step + len(steps), StepKind.SNAPSHOT, key, live=group.device.live))
+            steps.append(Step(group.next_step + len(steps), StepKind.SNAPSHOT, key, live=group.device.live, version=adapter.snapshot))
     return steps
 
 
@@ -103,7 +103,7 @@ class _Planner:
             return
         self.request_id = request_id
         if self.where is Residency.LOST and self.adapter.snapshot:
-            self.add(StepKind.RESTORE, self.adapter.key, version=self.adapter.snapshot)
+            self.add(StepKind.RESTORE, self.adapter.key, version=self.adapter.snapshot, discard=self.adapter.snapshot_voided)
         for redo in self.adapter.history[self.adapter.redone :]:
             op = Op(redo.request.op)
             self.needs(NEEDS[op])
@@ -202,4 +202,4 @@ class _Planner:
         if self.mutations < self.fleet.settings.snapshot_after_requests and not loaded:
             return
         self.needs(Needs(slot=True))
-        self.add(StepKind.SNAPSHOT, self.adapter.key)
+        self.add(StepKind.SNAPSHOT, self.adapter.key, version=self.adapter.snapshot)

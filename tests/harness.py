@@ -6,7 +6,7 @@ between any two events. The daemon's shell has its own tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -101,13 +101,16 @@ class Synchronous:
         return self.core.fleet
 
     def join(self, name: str = "main") -> None:
+        self.handle(self.reborn(name))
+
+    def reborn(self, name: str) -> Joined:
         """New workers, as after a start or a death; snapshots are on disk and survive."""
         engine = SimulatedEngine(self.spec)
         engine.snapshots = self.snapshots[name]
         self._born += 1
         self.machines[name] = self.given or Machine(engine, guard_pending=self.guard_pending)
         self.incarnations[name] = f"born-{self._born}"
-        self.handle(Joined(name, self.status(name)))
+        return Joined(name, self.status(name))
 
     def status(self, name: str) -> Status:
         machine = self.machines[name]
@@ -165,18 +168,26 @@ class Synchronous:
             self.all_replies.append(reply)
             self.replies[reply.request_id] = reply
 
-    def settle(self) -> Synchronous:
+    def settle(self, dies: Callable[[], bool] = lambda: False) -> Synchronous:
+        """`dies` is asked before and after every step: True kills that group's workers there, and new ones join."""
         inputs, self._pending = self._pending, []
         batch = self.handle(*inputs)
         while batch.dispatches:
             outcomes: list[Input] = []
             for dispatch in batch.dispatches:
                 after = 0
+                name, incarnation = dispatch.group, self.incarnations[dispatch.group]
                 for step in dispatch.steps:
-                    body = self.bodies.get(step.request_id, NOTHING)
-                    outcome = self.machines[dispatch.group].apply(Call(1, step, after, body))
-                    after = step.id
-                    outcomes.append(Finished(dispatch.group, self.incarnations[dispatch.group], outcome))
+                    dead = dies()
+                    if not dead:
+                        body = self.bodies.get(step.request_id, NOTHING)
+                        outcome = self.machines[name].apply(Call(1, step, after, body))
+                        after = step.id
+                        dead = dies()  # it was done, but nobody heard of it
+                    if dead:
+                        outcomes += [Lost(name, incarnation, "killed"), self.reborn(name)]
+                        break
+                    outcomes.append(Finished(name, incarnation, outcome))
             batch = self.handle(*outcomes)
         assert not any(group.broken for group in self.fleet.groups.values()), self.fleet.groups
         return self

@@ -92,8 +92,13 @@ class Engine(Protocol):
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
         """Checkpoint to slot; the facts give optimizer_step, pending and digest."""
 
-    def snapshot(self, adapter: str, version: int, facts: AdapterFacts) -> None: ...
-    def restore(self, adapter: str, version: int) -> AdapterFacts: ...
+    def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
+        """Slot to the durable snapshot `version`; of the earlier ones only `keep` stays, which the log still trusts."""
+
+    def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
+        """Snapshot to slot, with or without the gradients that were pending in it."""
+        ...
+
     def resident_parts(self) -> tuple[Part, ...]:
         """Observed, not remembered: which parts' storages are really on the device."""
         ...
@@ -294,11 +299,11 @@ class Machine:
         held = self.held[step.adapter]
         if held.state_dirty or held.grads_dirty:
             raise PendingUnparked(f"snapshot: the slot of {step.adapter} is behind the device; flush first")
-        self.engine.snapshot(step.adapter, step.id, self._adapter_facts(step.adapter))
+        self.engine.snapshot(step.adapter, step.id, step.version, self._adapter_facts(step.adapter))
         return b""
 
     def _restore(self, step: Step, body: bytes) -> bytes:
-        self._take(step.adapter, self.engine.restore(step.adapter, step.version))
+        self._take(step.adapter, self.engine.restore(step.adapter, step.version, pending=not step.discard))
         return b""
 
     def _take(self, adapter: str, seen: AdapterFacts) -> None:

@@ -170,21 +170,24 @@ class SimulatedEngine:
         self.slots[adapter] = copy if optimizer else msgspec.structs.replace(copy, optimizer_step=0)
         return self._facts(adapter)
 
-    def snapshot(self, adapter: str, version: int, facts: AdapterFacts) -> None:
+    def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
         if self.root is None:
             kept = self.snapshots.setdefault(adapter, {})
             kept[version] = self.slots[adapter]
-            for old in sorted(kept)[:-2]:
+            for old in set(kept) - {version, keep}:
                 del kept[old]
             return
         final = self._path(adapter, "snapshot", str(version))
         self._write(checkpoints.begin(final, overwrite=True), final, adapter, "snapshot")
+        checkpoints.forget_snapshots(final.parent, {str(version), str(keep)})
 
-    def restore(self, adapter: str, version: int) -> AdapterFacts:
+    def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
         if self.root is None:
             self.slots[adapter] = self.snapshots[adapter][version]
         else:
             self.slots[adapter] = self._read(self._path(adapter, "snapshot", str(version)))
+        if not pending:
+            self.slots[adapter] = msgspec.structs.replace(self.slots[adapter], grads="", pending=0)
         return self._facts(adapter)
 
     def resident_parts(self) -> tuple[Part, ...]:

@@ -34,6 +34,7 @@ from state.requests import (
     Signature,
     Tensor,
 )
+from workers import checkpoints
 from workers.group_config import GroupConfig
 from workers.megatron import layouts, losses, shards
 from workers.megatron.arena import Arena
@@ -424,12 +425,14 @@ class MegatronEngine:
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
         return self._fill(adapter, self.root / source / "weights" / name, optimizer=optimizer, pending=False)
 
-    def snapshot(self, adapter: str, version: int, facts: AdapterFacts) -> None:
+    def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
         path = self.root / adapter / "snapshot" / str(version)
         self._together(lambda: shards.save(self, facts, path, "snapshot", self._whole(self.slots[adapter]), True))
+        if dist.get_rank() == 0:
+            checkpoints.forget_snapshots(path.parent, {str(version), str(keep)})
 
-    def restore(self, adapter: str, version: int) -> AdapterFacts:
-        return self._fill(adapter, self.root / adapter / "snapshot" / str(version), optimizer=True, pending=True)
+    def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
+        return self._fill(adapter, self.root / adapter / "snapshot" / str(version), optimizer=True, pending=pending)
 
     def _fill(self, adapter: str, path: Path, *, optimizer: bool, pending: bool) -> AdapterFacts:
         """Checkpoint to slot, all or nothing: everything is verified, on every rank, before the slot changes."""

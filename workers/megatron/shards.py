@@ -53,9 +53,6 @@ def save(engine: MegatronEngine, facts: AdapterFacts, final: Path, kind: str, te
     known = {"optimizer_step": facts.optimizer_step, "pending": facts.pending, "digest": facts.digest}
     manifest = checkpoints.Manifest(facts.adapter, kind, signature, _layout(engine), known, dict(written))
     digest = _on_rank_0(lambda: checkpoints.commit(aside, final, manifest))
-    if kind == "snapshot" and rank == 0:
-        kept = sorted(int(path.name) for path in final.parent.iterdir() if path.name.isdigit())[-2:]
-        checkpoints.forget_snapshots(final.parent, {str(version) for version in kept})
     return str(digest)
 
 
