@@ -25,16 +25,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="hotdesk", description="Many tenants train and sample their own LoRA adapters on one fleet.")
-    parser.add_argument("--version", action="version", version=f"hotdesk {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    wanted = next((word for word in argv if not word.startswith("-")), None)
-    for name, (module, line) in COMMANDS.items():
-        sub = commands.add_parser(name, help=line, description=line)
-        if name == wanted:
-            importlib.import_module(module).arguments(sub)
-    args = parser.parse_args(argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     try:
         return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
     except KeyboardInterrupt:
@@ -44,6 +35,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (HotdeskError, BaseExceptionGroup) as error:
         return _stopped(_words(error))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="hotdesk", description="Many tenants train and sample their own LoRA adapters on one fleet.")
+    parser.add_argument("--version", action="version", version=f"hotdesk {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module, line) in COMMANDS.items():
+        sub = commands.add_parser(name, help=line, description=line)
+        if name == wanted:
+            importlib.import_module(module).arguments(sub)
+    return parser.parse_args(argv)
 
 
 def _words(error: BaseException) -> HotdeskError:

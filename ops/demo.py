@@ -95,7 +95,7 @@ async def _demo(args: argparse.Namespace, root: Path, started: float) -> int:
     same = await _alone(args, root, results[ALONE.name])
     print(f"\nThe log stays in {args.data_dir}. Look at it with")
     for command in ("log --last 20", "status", "replay --verify"):
-        print(f"  hotdesk {command} --config {_short(CONFIG)} --data-dir {_short(Path(args.data_dir))}")
+        print(f"  {_ours()} {command} --config {_short(CONFIG)} --data-dir {_short(Path(args.data_dir))}")
     print(f"\n{time.monotonic() - started:.0f} s in all.")
     learned = all(result["losses"][-1] < result["entropy"] for result in results.values())
     return 0 if same and learned and not verifier.problems and verifier.compared else 1
@@ -223,6 +223,11 @@ def _print_table(results: dict[str, dict[str, Any]], events: list[tuple[int, Eve
     for tenant in TENANTS:
         print(f"{tenant.name}: {results[tenant.name]['text']!r}")
     print()
+
+
+def _ours() -> str:
+    """How to call the command from this shell."""
+    return "hotdesk" if shutil.which("hotdesk") else _short(Path(sys.executable).parent / "hotdesk")
 
 
 def _short(path: Path) -> str:

@@ -157,10 +157,10 @@ def _check(config: Config) -> None:
                 (f"groups.{name}.model.{key}", getattr(model, key) >= 1, "must be at least 1")
                 for key in ("layers", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "max_sequence_tokens")
             ),
-            (f"groups.{name}.model.hidden_size", model.hidden_size % model.heads == 0, "must be a multiple of model.heads"),
-            (f"groups.{name}.model.heads", model.heads % group.tp == 0, "must be a multiple of tp"),
-            (f"groups.{name}.model.vocab_size", model.vocab_size % group.tp == 0, "must be a multiple of tp"),
-            (f"groups.{name}.max_rank", group.max_rank % group.tp == 0, "must be a multiple of tp"),
+            (f"groups.{name}.model.hidden_size", model.hidden_size % max(1, model.heads) == 0, "must be a multiple of model.heads"),
+            (f"groups.{name}.model.heads", model.heads % max(1, group.tp) == 0, "must be a multiple of tp"),
+            (f"groups.{name}.model.vocab_size", model.vocab_size % max(1, group.tp) == 0, "must be a multiple of tp"),
+            (f"groups.{name}.max_rank", group.max_rank % max(1, group.tp) == 0, "must be a multiple of tp"),
             (
                 f"groups.{name}.targets",
                 bool(group.targets) and not set(group.targets) - LORA_TARGETS,

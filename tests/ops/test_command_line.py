@@ -1,0 +1,153 @@
+"""The command line as a stranger meets it: real processes, real exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIMULATED = '[groups.main]\nbackend = "simulated"\n'
+
+
+def hotdesk(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ops.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "hotdesk.toml"
+    path.write_text(SIMULATED)
+    return path
+
+
+class Up:
+    """`hotdesk up` in its own process."""
+
+    def __init__(self, config: Path, data_dir: Path) -> None:
+        self.where = ("--config", str(config), "--data-dir", str(data_dir))
+        self.log = data_dir / "daemon.log"
+        with open(self.log, "ab") as log:
+            command = [sys.executable, "-m", "ops.cli", "up", *self.where]
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def wait_for(self, text: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.log.read_text():
+            assert self.process.poll() is None or text in self.log.read_text(), self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def up(config, short_tmp):
+    started = Up(config, short_tmp)
+    started.wait_for("workers_joined")
+    yield started
+    if started.process.poll() is None:
+        started.stop()
+
+
+def test_help_and_version():
+    helped = hotdesk("--help")
+    assert helped.returncode == 0
+    assert "replay" in helped.stdout
+    assert hotdesk("--version").stdout.startswith("hotdesk ")
+    assert hotdesk("log", "--help").returncode == 0
+    assert hotdesk("fly").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[groups.main]\ntp = 0\n", "key groups.main.tp: must be at least 1"),
+        ('[groups.main]\ntp = "many"\n', "key groups[...].tp"),
+        ("[fleet]\nnam = 3\n", "key fleet.nam: there is no such key"),
+        ('[policy]\nname = "whim"\n', "key policy.name: is none of"),
+        ("[limits]\ndatums = 0\n", "key limits.datums: must be positive"),
+        ("[groups.main.model]\nheads = 5\n", "key groups.main.model.hidden_size: must be a multiple"),
+        ('[redis]\nurl = "localhost"\n', "key redis.url: must begin with"),
+        ("fleet = [", "configuration file"),
+    ],
+)
+def test_a_wrong_configuration_fails_early_with_the_keys_name(tmp_path, text, says):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    failed = hotdesk("up", "--config", str(path), "--data-dir", str(tmp_path / "data"))
+    assert failed.returncode == 2
+    assert says in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_serve_without_a_url_and_status_without_a_fleet_say_what_to_do(tmp_path):
+    failed = hotdesk("serve", "--data-dir", str(tmp_path))
+    assert (failed.returncode, "redis.url" in failed.stderr) == (2, True)
+    failed = hotdesk("status", "--data-dir", str(tmp_path))
+    assert (failed.returncode, "there is no fleet in" in failed.stderr) == (2, True)
+    failed = hotdesk("log", "--data-dir", str(tmp_path), "--after", "yesterday")
+    assert (failed.returncode, "is no log id" in failed.stderr) == (2, True)
+
+
+def test_submit_status_log_and_replay_on_a_running_fleet_and_after_it(up, short_tmp):
+    def sub(*arguments):
+        return hotdesk("submit", *up.where, "--tenant", "ada", "--adapter", "poet", *arguments)
+
+    created = sub("create_adapter", '{"signature": {"rank": 4, "alpha": 8}}')
+    assert json.loads(created.stdout)["next_seq"] == 1, created.stderr
+    assert json.loads(sub("optim_step", '{"learning_rate": 0.1}').stdout)["optimizer_step"] == 1
+    refused = sub("optim_step", '{"learning_rate": -1}')
+    assert (refused.returncode, "BadBody" in refused.stderr) == (1, True)
+    assert hotdesk("submit", *up.where, "--tenant", "ada", "--adapter", "poet", "fly").returncode == 3
+    status = hotdesk("status", *up.where).stdout
+    assert "ada/poet" in status
+    assert "live" in status
+    assert up.stop() == 0
+    lines = hotdesk("log", *up.where, "--json").stdout.splitlines()
+    kinds = [json.loads(line)["event"]["type"].partition("/")[0] for line in lines]
+    assert kinds[:2] == ["leader_elected", "workers_joined"]
+    assert kinds.count("request_refused") == 1
+    only = hotdesk("log", *up.where, "--kind", "request_completed", "--match", "ada").stdout.splitlines()
+    assert len(only) == kinds.count("request_completed") == 2
+    assert len(hotdesk("log", *up.where, "--last", "3").stdout.splitlines()) == 3
+    replayed = hotdesk("replay", *up.where, "--verify", "--export", str(short_tmp / "out.hdlog"))
+    assert replayed.returncode == 0, replayed.stdout
+    assert "0 different; 2 states written by the daemon compared, 0 different" in replayed.stdout
+    early = json.loads(lines[2])["id"]
+    assert hotdesk("replay", *up.where, "--at", early).stdout.startswith("3 events")
+    (short_tmp / "segments").mkdir()
+    first = next((short_tmp / "segments").parent.glob("out.hdlog"))
+    first.rename(short_tmp / "segments" / f"{0:020d}.hdlog")
+    again = hotdesk("replay", "--segments", str(short_tmp / "segments"), "--verify")
+    assert again.stdout.splitlines()[0] == replayed.stdout.splitlines()[0]
+
+
+def test_a_daemon_killed_with_its_server_goes_on(up, config, short_tmp):
+    where = up.where
+    hotdesk("submit", *where, "--tenant", "ada", "--adapter", "poet", "create_adapter", '{"signature": {"rank": 4, "alpha": 8}}')
+    first = hotdesk("submit", *where, "--tenant", "ada", "--adapter", "poet", "optim_step").stdout
+    os.killpg(up.process.pid, signal.SIGKILL)  # the embedded server has a session of its own and stays
+    up.process.wait()
+    again = Up(config, short_tmp)
+    again.wait_for('"epoch": 2')
+    second = hotdesk("submit", *where, "--tenant", "ada", "--adapter", "poet", "optim_step").stdout
+    assert (json.loads(first)["optimizer_step"], json.loads(second)["optimizer_step"]) == (1, 2)
+    assert again.stop(signal.SIGINT) == 0
+    assert hotdesk("replay", *where, "--verify").returncode == 0
+
+
+def test_a_second_daemon_waits_as_a_standby_and_says_so(up, config, short_tmp):
+    second = Up(config, short_tmp)
+    second.wait_for('"standby"')
+    assert second.stop() == 0
+    assert hotdesk("status", *up.where).returncode == 0
