@@ -56,6 +56,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     keep: bool = False  # swap: the outgoing adapter stays resident in its own device slot
     discard: bool = False  # a voided window. optim_step: drop the pending gradients and fail; restore: leave them out
     version: int = 0  # publish: the adapter's version; restore: the snapshot; snapshot: the one before, kept until this one is logged
+    next: str = ""  # a hint: the adapter whose turn comes after this one
     redo: bool = False  # re-execution after a loss: its outcome was given out before
 
 

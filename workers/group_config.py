@@ -38,6 +38,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
     dtype: Literal["float32", "bfloat16"] = "float32"
     optimizer: str = "distributed"
+    overlap: bool = False
+    bucket_size: int = 0
     device_slots: int = 2
     host_slots: int = 64
     cpus_per_rank: float = 1.0

@@ -62,6 +62,15 @@ class Engine(Protocol):
     def store(self, adapter: str, *, state: bool, grads: bool) -> None:
         """The live adapter's dirty kinds to its slot; `grads` False leaves no pending gradients in the slot."""
 
+    def switch(self, outgoing: str, incoming: str, *, state: bool, grads: bool) -> None:
+        """`store` the live `outgoing` and `bind` `incoming` in one, both directions at once where the device can."""
+
+    def prefetch(self, adapter: str) -> None:
+        """A hint: `adapter` is next. Changes nothing that facts report."""
+
+    def refresh(self, adapter: str, *, state: bool, grads: bool) -> None:
+        """Device slot to slot, dirty kinds; the device slot stays."""
+
     def set_aside(self, adapter: str) -> None:
         """The live adapter to its own device slot."""
 
@@ -266,6 +275,10 @@ class Machine:
             self._touched.append(self.live)
             if outgoing.residency is Residency.PARKED:
                 outgoing.residency = Residency.OFFLOADED
+            elif not step.keep and incoming.residency is Residency.OFFLOADED:
+                self.engine.switch(self.live, step.adapter, state=outgoing.state_dirty, grads=outgoing.pending > 0)
+                self._clean(outgoing, Residency.OFFLOADED)
+                incoming.residency = Residency.LIVE
             elif not step.keep:
                 self._store_live(outgoing, Residency.OFFLOADED)
             elif incoming.residency is Residency.RESIDENT:
@@ -287,8 +300,7 @@ class Machine:
         if held.residency is Residency.LIVE:
             self._store_live(held, Residency.LIVE)
         else:
-            self.engine.unstage(step.adapter, state=held.state_dirty, grads=held.pending > 0)
-            self.engine.stage(step.adapter)
+            self.engine.refresh(step.adapter, state=held.state_dirty, grads=held.pending > 0)
             self._clean(held, Residency.RESIDENT)
         return b""
 
@@ -334,6 +346,8 @@ class Machine:
         return b""
 
     def _execute(self, step: Step, body: bytes) -> bytes:
+        if step.next:
+            self.engine.prefetch(step.next)
         return encode_body(_OPS[Op(step.op)](self, step, body))
 
     # --- operations -------------------------------------------------------------------------------------------------

@@ -96,6 +96,16 @@ class SimulatedEngine:
     def take_up(self, adapter: str) -> None:
         self.live = self.device_slots.pop(adapter)
 
+    def switch(self, outgoing: str, incoming: str, *, state: bool, grads: bool) -> None:
+        self.store(outgoing, state=state, grads=grads)
+        self.bind(incoming)
+
+    def prefetch(self, adapter: str) -> None:
+        pass
+
+    def refresh(self, adapter: str, *, state: bool, grads: bool) -> None:
+        self.slots[adapter] = self.device_slots[adapter]
+
     def exchange_live(self, outgoing: str, incoming: str) -> None:
         self.set_aside(outgoing)
         self.take_up(incoming)

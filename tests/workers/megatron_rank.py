@@ -25,3 +25,22 @@ def rank(config: GroupConfig, root: str | None = None) -> Any:
     from workers.megatron.rank import Rank
 
     return Rank(config, 0, "127.0.0.1", free_port(), root or tempfile.mkdtemp(prefix="hd-"))
+
+
+#: Every optimizer of `workers.megatron.optimizers.RECIPES`, by name, so that collecting the tests does not import torch.
+RECIPE_NAMES = (
+    "plain",
+    "distributed",
+    "plain_fused",
+    "distributed_fused",
+    "precision_aware",
+    "precision_aware_remainders",
+    "precision_aware_bf16_moments",
+    "precision_aware_fp16_moments",
+    "offload_0",
+    "offload_50",
+    "offload_100",
+    "precision_aware_offload_0",
+    "precision_aware_offload_50",
+    "precision_aware_offload_100",
+)

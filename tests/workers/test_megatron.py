@@ -15,9 +15,11 @@ from state.requests import Forward, LoadState, Op, OptimStep, Sample, SaveState
 from state.residency import ALL_PARTS
 from tests.harness import float32, int32, sequence
 from tests.workers.conformance import Conformance, Device, batch, code
+from tests.workers.megatron_rank import RECIPE_NAMES as RECIPES
 from tests.workers.megatron_rank import group, rank
 
-LAYOUTS = [("distributed", "float32"), ("distributed", "bfloat16"), ("plain", "float32"), ("plain", "bfloat16")]
+LAYOUTS = [("distributed", "float32"), ("plain", "float32"), ("plain_fused", "float32"), ("distributed_fused", "float32")]
+LAYOUTS += [(name, "bfloat16") for name in RECIPES]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=["-".join(layout) for layout in LAYOUTS])
@@ -88,7 +90,7 @@ def test_the_first_update_is_a_fresh_adams(hosted, device):
     device.create("t/a", 1)
     device.swap("t/a")
     before = {name: p.detach().float().clone() for name, p in engine.parameters.items()}
-    assert float(engine.live.steps.abs().sum()) == 0
+    assert engine._optimizer_step(engine.slots["t/a"]) == 0
     device.run("t/a", Op.FORWARD_BACKWARD, batch(1))
     device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=2**-6, eps=0.0 + 1e-30))
     moved = {name: (p.detach().float() - before[name]).abs() for name, p in engine.parameters.items()}
@@ -223,9 +225,13 @@ def test_ten_thousand_switches_leave_host_and_device_bytes_flat(hosted, device):
 
 
 def test_an_unknown_layout_is_refused_by_name(hosted):
-    unknown = msgspec.structs.replace(hosted.machine.engine.config, optimizer="sgd")
+    from workers.megatron import optimizers
+
+    assert set(optimizers.RECIPES) == set(RECIPES)
     with pytest.raises(UnknownLayout, match="sgd"):
-        hosted.machine.engine.check_layout(unknown)
+        optimizers.recipe(msgspec.structs.replace(hosted.machine.engine.config, optimizer="sgd"))
+    with pytest.raises(UnknownLayout, match="bfloat16"):
+        optimizers.recipe(msgspec.structs.replace(hosted.machine.engine.config, optimizer="offload_50", dtype="float32"))
 
 
 def test_weights_of_zero_change_nothing(device):

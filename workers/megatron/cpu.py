@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -113,3 +113,51 @@ def install() -> bool:
             shim()
         _installed = True
     return True
+
+
+@contextlib.contextmanager
+def some_transformer_engine_version() -> Iterator[None]:
+    """megatron-core compares TransformerEngine's version while it builds an offloaded optimizer, also where there is none."""
+    import megatron.core.utils as utils
+    from packaging.version import Version
+
+    kept = utils._te_version
+    if kept is None:
+        utils._te_version = Version("2.9.0")
+    try:
+        yield
+    finally:
+        utils._te_version = kept
+
+
+def hybrid_device_optimizer() -> None:
+    """`HybridDeviceOptimizer` splits parameters by `is_cuda`. On the host every parameter counts as the device's until the offload fraction is
+    reached; what is offloaded gets a copy, as on a GPU. Nothing is changed where CUDA works."""
+    if not _installed:
+        return
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    def split(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+        total = sum(param.numel() for group in self.param_groups for param in group["params"])
+        offloaded = 0
+        groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        copies: dict[Any, Any] = {}
+        masters: dict[Any, Any] = {}
+        for group in self.param_groups:
+            parts: dict[bool, list[Any]] = {True: [], False: []}
+            for param in group["params"]:
+                inner, on_host = param, offloaded < total * offload_fraction
+                if on_host:
+                    inner = inner.detach().clone()
+                    offloaded += param.numel()
+                if self.param_update_in_fp32 and param.dtype != torch.float32:
+                    inner = masters[param] = inner.detach().clone().float()
+                if on_host:
+                    copies[param] = inner
+                parts[on_host].append(inner)
+            for on_host, params in parts.items():
+                if params:
+                    groups[on_host].append({**group, "params": params})
+        return groups[True], groups[False], copies, {copy: param for param, copy in copies.items()}, masters
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = split

@@ -8,7 +8,9 @@ The store moves bytes between three places, always as whole flat storages:
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from state.errors import BadCheckpoint, HotdeskError, UnknownLayout, WorkerFailed, error_from
+from state.errors import BadCheckpoint, HotdeskError, WorkerFailed, error_from
 from state.events import AdapterFacts, GroupSpec, Part
 from state.requests import (
     Datum,
@@ -36,10 +37,10 @@ from state.requests import (
 )
 from workers import checkpoints
 from workers.group_config import GroupConfig
-from workers.megatron import layouts, losses, shards
+from workers.megatron import layouts, losses, optimizers, shards
 from workers.megatron.arena import Arena
 from workers.megatron.exchange import exchange
-from workers.megatron.model import DTYPES, LoraLinear, build, initial_value, lora_parameters, transformer_config
+from workers.megatron.model import LoraLinear, build, initial_value, lora_parameters, transformer_config
 from workers.megatron.sampler import Sampler, causal_mask
 
 MICROBATCH_TOKENS = 8192  # padded tokens of one forward; a request of more is cut into microbatches, in order
@@ -48,9 +49,10 @@ MICROBATCH_TOKENS = 8192  # padded tokens of one forward; a request of more is c
 class Slot:
     """One adapter's host copy. `grads` is None while nothing is pending."""
 
-    def __init__(self, signature: Signature, state: torch.Tensor) -> None:
+    def __init__(self, signature: Signature, state: torch.Tensor, group_steps: tuple[int | None, ...]) -> None:
         self.signature = signature
         self.state = state
+        self.group_steps = group_steps  # FusedAdam's; absent is not zero
         self.grads: torch.Tensor | None = None
         self.rng: torch.Tensor | None = None
 
@@ -69,20 +71,34 @@ class MegatronEngine:
         self.parameters = lora_parameters(model)
         self.base = _flatten([p for p in model.parameters() if not p.requires_grad])
         self.base_host = self.base.cpu().pin_memory() if device.type == "cuda" else self.base.clone()
-        self.check_layout(config)
-        distributed = config.optimizer == "distributed"
+        chosen = optimizers.recipe(config)
         self.ddp = DistributedDataParallel(
             transformer,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=chosen.distributed,
+                overlap_grad_reduce=config.overlap,
+                overlap_param_gather=config.overlap and chosen.distributed,
+                bucket_size=config.bucket_size or None,
+            ),
             model,
         )
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(distributed), [self.ddp])
+        if config.overlap and chosen.distributed:
+            # A rank without a datum runs no forward: gathering in forward hooks would leave the others waiting for it.
+            self.ddp.disable_forward_pre_hook(param_sync=False)
+        self.sharded = chosen.distributed and self.dp > 1
+        self.optimizer = optimizers.build(config, self.ddp)
         self.live = layouts.adopt(self.ddp, self.optimizer)
-        self.kept = (*self.live.weights, *self.live.state.values())  # what a slot holds, in this order
+        # What a slot holds, in this order. Weights that are the cast of their masters are derived, not kept.
+        self.kept = (*(() if self.live.runs else self.live.weights), *self.live.state.values())
         self.bytes_of = {tensor: tensor.numel() * tensor.element_size() for tensor in (*self.kept, *self.live.grads)}
         self.state_bytes = sum(_aligned(self.bytes_of[t]) for t in self.kept)
         self.grad_bytes = sum(_aligned(self.bytes_of[t]) for t in self.live.grads)
         self.arena = Arena(config.host_slots * (self.state_bytes + self.grad_bytes), pinned=device.type == "cuda")
+        self.staged: dict[str, list[torch.Tensor]] = {}
+        self.spare: list[torch.Tensor] | None = None
+        self.copying_out, self.copying_in = torch.cuda.Stream(), torch.cuda.Stream()
+        self.never_stepped = layouts.group_steps(self.optimizer)
         self.slots: dict[str, Slot] = {}
         self.device_slots: dict[str, list[torch.Tensor]] = {}
         self.bound: Slot | None = None
@@ -102,24 +118,6 @@ class MegatronEngine:
             host_slots=config.host_slots,
         )
 
-    @staticmethod
-    def check_layout(config: GroupConfig) -> None:
-        if config.optimizer not in ("distributed", "plain"):
-            raise UnknownLayout(f"optimizer {config.optimizer!r} is no layout that the adapter store knows")
-
-    def _optimizer_config(self, distributed: bool) -> OptimizerConfig:
-        bf16 = self.config.dtype == "bfloat16"
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=0.0,
-            min_lr=0.0,
-            weight_decay=0.0,
-            bf16=bf16,
-            params_dtype=DTYPES[self.config.dtype],
-            use_distributed_optimizer=distributed,
-            clip_grad=0.0,
-        )
-
     def _build_sampler(self) -> Sampler:
         """Its LoRA parameters get the trainer's own layout, so that publishing is one copy per storage."""
         model, self.sampler_scale = build(self.config, transformer_config(self.config))
@@ -127,70 +125,98 @@ class MegatronEngine:
         base = _flatten([p for p in model.parameters() if not p.requires_grad])
         lora = tuple(torch.zeros_like(weights) for weights in self.live.weights)
         for name, parameter in lora_parameters(model).items():
-            index, offset = self._place(self.parameters[name])
+            index, offset = layouts.place(self.parameters[name], self.live.weights)
             parameter.data = lora[index][offset : offset + parameter.numel()].view(parameter.shape)
             parameter.requires_grad_(False)
         return Sampler(model, base, lora, self.device)
 
-    def _place(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
-        """(which of `live.weights`, element offset in it) of a trainable parameter: its data is a view of that storage."""
-        for index, weights in enumerate(self.live.weights):
-            if parameter.data.untyped_storage()._cdata == weights.untyped_storage()._cdata:
-                return index, int(parameter.data.storage_offset() - weights.storage_offset())
-        raise UnknownLayout("a trainable parameter lies outside the weights' storages")
-
     # --- slots ----------------------------------------------------------------------------------------------------
 
     def create(self, adapter: str, signature: Signature) -> None:
-        slot = Slot(signature, self.arena.take(self.state_bytes))
+        """Fills a slot from the seed. Takes memory from the arena only."""
+        slot = Slot(signature, self.arena.take(self.state_bytes), self.never_stepped)
         slot.state.zero_()
-        pieces = self._pieces(slot.state, self.kept)
-        values: dict[torch.nn.Parameter, torch.Tensor] = {}
+        values = self._initial_values(signature)
+        pieces = dict(zip(self._names(), self._pieces(slot.state, self.kept), strict=True))
+        if not self.live.runs:
+            for parameter, value in values.items():
+                index, offset = layouts.place(parameter, self.live.weights)
+                pieces[f"weights.{index}"][offset : offset + value.numel()] = value.flatten()
+        for master in self.live.masters:
+            piece = pieces[master.kind]
+            if piece.dtype is not torch.int16:  # a remainder of a value that bf16 holds exactly is zero
+                length = master.end - master.start
+                piece[master.flat : master.flat + length] = values[master.parameter].flatten()[master.start : master.end]
+        for name, piece in pieces.items():
+            if name.startswith("scale_"):
+                piece.fill_(1.0)
+        if self.config.model.dropout:
+            slot.rng = shards.seeded_rng(signature.seed)
+        self.slots[adapter] = slot
+
+    def _initial_values(self, signature: Signature) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """fp32 shard of each trainable parameter, rounded to the weights' dtype: a master is the fp32 value of the weight it starts with."""
+        values = {}
         for name, parameter in self.parameters.items():
             module = self.loras[name.rpartition(".lora_")[0]]
             value = initial_value(name, parameter, module, signature, self.tp_rank, self.config.tp)
-            index, offset = self._place(parameter)
-            pieces[index][offset : offset + value.numel()] = value.flatten()
-            values[parameter] = value.to(parameter.dtype).float()  # a master is the fp32 value of the weight that the model starts with
-        if self.live.masters:
-            master, offset = pieces[len(self.live.weights)], 0
-            for owned in self.live.masters:
-                length = owned.end - owned.start
-                master[offset : offset + length] = values[owned.parameter].flatten()[owned.start : owned.end]
-                offset += length
-        if self.config.model.dropout:
-            slot.rng = torch.Generator().manual_seed(signature.seed).get_state()
-        self.slots[adapter] = slot
+            values[parameter] = value.to(parameter.dtype).float()
+        return values
 
     def drop(self, adapter: str) -> None:
         slot = self.slots.pop(adapter)
         self._drop_grads(slot)
         self.arena.give(slot.state)
         self.device_slots.pop(adapter, None)
+        self.staged.pop(adapter, None)
         if self.bound is slot:
             self.bound = None
 
     def bind(self, adapter: str) -> None:
         slot = self.slots[adapter]
-        self._copy(self._pieces(slot.state, self.kept), self.kept)
-        if slot.grads is not None:
-            self._copy(self._pieces(slot.grads, self.live.grads), self.live.grads)
-        else:
-            self.discard()
+        self._fill_set(slot, [*self.kept, *self.live.grads])
         self._bound(slot)
 
     def store(self, adapter: str, *, state: bool, grads: bool) -> None:
-        slot = self.slots[adapter]
-        self._save(slot, self.kept if state else (), self.kept, self.live.grads if grads else ())
+        self._save(self.slots[adapter], [*self.kept, *self.live.grads], state=state, grads=grads)
+        self._synchronize()
+
+    def switch(self, outgoing: str, incoming: str, *, state: bool, grads: bool) -> None:
+        """`store` and `bind` in one: the two directions run at once, on two streams, through a spare set on the device. Where the incoming
+        adapter was prefetched, nothing is copied in."""
+        slot = self.slots[incoming]
+        mine = self.staged.pop(incoming, None)
+        fetched = mine is not None
+        mine = mine or self.spare or self._new_set()
+        self.spare = mine
+        self._exchange(mine)  # `mine` now holds the outgoing adapter
+        with self._beside(self.copying_out):
+            self._save(self.slots[outgoing], mine, state=state, grads=grads)
+        if not fetched:
+            with self._beside(self.copying_in):
+                self._fill_set(slot, [*self.kept, *self.live.grads])
+        self._bound(slot)
+
+    def prefetch(self, adapter: str) -> None:
+        """Copies a slot into a spare set on the device beside whatever computes now. A hint: the slot stays what is true."""
+        if adapter not in self.slots or adapter in self.device_slots or adapter in self.staged:
+            return
+        mine = self.staged.popitem()[1] if self.staged else self._new_set()
+        with self._beside(self.copying_in):
+            self._fill_set(self.slots[adapter], mine)
+        self.staged[adapter] = mine
 
     def set_aside(self, adapter: str) -> None:
-        mine = [torch.empty_like(tensor) for tensor in (*self.kept, *self.live.grads)]
+        mine = self.spare or self._new_set()
+        self.spare = None
         self._exchange(mine)
         self.device_slots[adapter] = mine
         self.bound = None
 
     def take_up(self, adapter: str) -> None:
-        self._exchange(self.device_slots.pop(adapter))
+        mine = self.device_slots.pop(adapter)
+        self._exchange(mine)
+        self.spare = self.spare or mine
         self._bound(self.slots[adapter])
 
     def exchange_live(self, outgoing: str, incoming: str) -> None:
@@ -200,31 +226,56 @@ class MegatronEngine:
         self._bound(self.slots[incoming])
 
     def stage(self, adapter: str) -> None:
-        slot = self.slots[adapter]
-        mine = [torch.empty_like(tensor) for tensor in (*self.kept, *self.live.grads)]
-        self._copy(self._pieces(slot.state, self.kept), mine[: len(self.kept)])
-        if slot.grads is not None:
-            self._copy(self._pieces(slot.grads, self.live.grads), mine[len(self.kept) :])
-        else:
-            for tensor in mine[len(self.kept) :]:
-                tensor.zero_()
+        mine = self.staged.pop(adapter, None)
+        if mine is None:
+            mine = self._new_set()
+            self._fill_set(self.slots[adapter], mine)
+        self._synchronize()
         self.device_slots[adapter] = mine
 
     def unstage(self, adapter: str, *, state: bool, grads: bool) -> None:
         mine = self.device_slots.pop(adapter)
-        kept, gradients = mine[: len(self.kept)], mine[len(self.kept) :]
-        self._save(self.slots[adapter], kept if state else (), kept, gradients if grads else ())
+        self._save(self.slots[adapter], mine, state=state, grads=grads)
+        self._synchronize()
 
-    def _save(self, slot: Slot, state: Any, kept: Any, grads: Any) -> None:
+    def refresh(self, adapter: str, *, state: bool, grads: bool) -> None:
+        self._save(self.slots[adapter], self.device_slots[adapter], state=state, grads=grads)
+        self._synchronize()
+
+    def _new_set(self) -> list[torch.Tensor]:
+        return [torch.empty_like(tensor) for tensor in (*self.kept, *self.live.grads)]
+
+    @contextlib.contextmanager
+    def _beside(self, stream: Any) -> Iterator[None]:
+        """Work on `stream`, after all that the computing stream was given so far."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def _fill_set(self, slot: Slot, mine: list[torch.Tensor]) -> None:
+        self._copy(self._pieces(slot.state, self.kept), mine[: len(self.kept)])
+        gradients = mine[len(self.kept) :]
+        if slot.grads is not None:
+            self._copy(self._pieces(slot.grads, self.live.grads), gradients)
+        else:
+            for tensor in gradients:
+                tensor.zero_()
+
+    def _save(self, slot: Slot, mine: list[torch.Tensor], *, state: bool, grads: bool) -> None:
+        self._forget_staged(slot)
         if state:
-            self._copy(state, self._pieces(slot.state, self.kept))
+            self._copy(mine[: len(self.kept)], self._pieces(slot.state, self.kept))
         if grads:
             if slot.grads is None:
                 slot.grads = self.arena.take(self.grad_bytes)
-            self._copy(grads, self._pieces(slot.grads, self.live.grads))
+            self._copy(mine[len(self.kept) :], self._pieces(slot.grads, self.live.grads))
         else:
             self._drop_grads(slot)
-        self._synchronize()
+
+    def _forget_staged(self, slot: Slot) -> None:
+        """A slot that changes makes its prefetched copy worthless."""
+        for adapter in [adapter for adapter in self.staged if self.slots.get(adapter) in (slot, None)]:
+            del self.staged[adapter]
 
     def _drop_grads(self, slot: Slot) -> None:
         if slot.grads is not None:
@@ -232,9 +283,35 @@ class MegatronEngine:
             slot.grads = None
 
     def _bound(self, slot: Slot) -> None:
+        """The live storages hold `slot`'s adapter: what is not a storage follows."""
         self._synchronize()
         self.bound = slot
+        if self.live.runs:
+            self._derive(self.live.state["master"], self.live.weights)
+        layouts.set_group_steps(self.optimizer, slot.group_steps)
+        self.optimizer.zero_grad()  # no gradient view of the adapter before may reach a step
         self.scale.value = slot.signature.alpha / slot.signature.rank
+
+    def _derive(self, masters: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> None:
+        """Weights from their masters: a cast, and where masters are sharded over data-parallel ranks, a gather of the casts."""
+        group = parallel_state.get_data_parallel_group() if self.sharded else None
+        for run in self.live.runs:
+            mine = masters[run.flat : run.flat + run.length].to(weights[run.index].device)
+            if group is None:
+                weights[run.index][run.offset : run.offset + run.length].copy_(mine)
+            else:
+                first = run.offset - self.dp_rank * run.length
+                whole = weights[run.index][first : first + self.dp * run.length]
+                dist.all_gather_into_tensor(whole, mine.to(whole.dtype), group=group)
+
+    def _weights_of(self, slot: Slot) -> tuple[torch.Tensor, ...]:
+        """A slot's weights, whole, on the device: kept or derived."""
+        pieces = dict(zip(self._names(), self._pieces(slot.state, self.kept), strict=True))
+        if not self.live.runs:
+            return tuple(pieces[f"weights.{index}"] for index in range(len(self.live.weights)))
+        weights = tuple(torch.zeros(t.numel(), dtype=t.dtype, device=self.device) for t in self.live.weights)
+        self._derive(pieces["master"].to(self.device), weights)
+        return weights
 
     def _exchange(self, mine: list[torch.Tensor]) -> None:
         for live, other in zip((*self.kept, *self.live.grads), mine):
@@ -275,6 +352,7 @@ class MegatronEngine:
     def offload(self, parts: tuple[Part, ...]) -> None:
         """Frees; what must survive was parked before (machine), and the base weights are on the host anyway."""
         self._synchronize()
+        self.spare, self.staged = None, {}
         for part in parts:
             for storage, _ in self._storages(part):
                 storage.resize_(0)
@@ -301,7 +379,7 @@ class MegatronEngine:
 
     def publish(self, adapter: str) -> None:
         slot = self.slots[adapter]
-        self._copy(self._pieces(slot.state, self.kept)[: len(self.live.weights)], self.sampler.lora)
+        self._copy(self._weights_of(slot), self.sampler.lora)
         self.sampler_scale.value = slot.signature.alpha / slot.signature.rank
         self._synchronize()
 
@@ -333,7 +411,7 @@ class MegatronEngine:
         self.ddp.train(backward)
         parts: list[Tensor] = []
         total = 0.0
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), self.ddp.no_sync():
             for batch in _microbatches([body.data[index] for index in mine]):
                 logp, loss = self._microbatch(body, batch)
                 value = float(loss.detach())
@@ -379,6 +457,8 @@ class MegatronEngine:
 
     def optim_step(self, body: OptimStep) -> OptimStepResult:
         """Reduces the pending gradients once, clips, and applies AdamW with this request's hyper-parameters alone."""
+        if self.config.overlap:
+            self.ddp.start_grad_sync()
         self.ddp.finish_grad_sync()
         finite = torch.tensor([float(all(bool(torch.isfinite(grads).all()) for grads in self.live.grads))], device=self.device)
         if dist.get_world_size() > 1:
@@ -393,14 +473,25 @@ class MegatronEngine:
         if getattr(self.optimizer, "config", None) is not None:
             self.optimizer.config.clip_grad = body.grad_clip_norm
         _, norm, _ = self.optimizer.step()
+        if self.config.overlap and self.sharded:
+            self.ddp.start_param_sync(force_sync=True)
         self.discard()
-        step = int(self.live.steps[0]) if self.live.steps.numel() else 0
+        assert self.bound is not None
+        self.bound.group_steps = layouts.group_steps(self.optimizer)
+        step = self._optimizer_step(self.bound)
         metrics = {"grad_norm": float(norm)} if body.grad_clip_norm and norm is not None else {}
         return OptimStepResult(step, metrics, self.digest())
 
+    def _optimizer_step(self, slot: Slot) -> int:
+        steps = [step for step in slot.group_steps if step is not None]
+        tensors = [tensor for kind, tensor in self.live.state.items() if kind.startswith("step") and tensor.numel()]
+        return max([*steps, *(int(tensor[0]) for tensor in tensors)], default=0)
+
     def digest(self) -> str:
         """Over the bound adapter's weights, masters, moments and step on all ranks."""
-        own = [shards.fingerprint(tensor) for tensor in self.kept]
+        assert self.bound is not None
+        own = [shards.fingerprint(tensor) for tensor in (*self.live.weights, *self.live.state.values())]
+        own += [step or 0 for step in self.bound.group_steps]
         return shards.combine(self._gather_world(own))
 
     def sample(self, body: Sample) -> SampleResult:
@@ -441,15 +532,16 @@ class MegatronEngine:
         old = self.slots.get(adapter)
         if old is not None and (signature.rank, signature.targets) != (old.signature.rank, old.signature.targets):
             raise BadCheckpoint(f"checkpoint {path.name!r} has rank {signature.rank} and targets {list(signature.targets)}")
-        slot = old or Slot(signature, self.arena.take(self.state_bytes))
+        slot = old or Slot(signature, self.arena.take(self.state_bytes), self.never_stepped)
         self.slots[adapter] = slot
+        self._forget_staged(slot)
         names = self._names()
         pieces = dict(zip(names, self._pieces(slot.state, self.kept), strict=True))
         for piece_name, piece in pieces.items():
             if optimizer or piece_name.startswith(("weights", "master")):
                 piece.copy_(tensors[piece_name])
             else:
-                piece.zero_()
+                piece.fill_(1 if piece_name.startswith("scale_") else 0)
         self._drop_grads(slot)
         held = int(manifest.facts["pending"]) if pending else 0
         if held:
@@ -457,11 +549,13 @@ class MegatronEngine:
             for index, piece in enumerate(self._pieces(slot.grads, self.live.grads)):
                 piece.copy_(tensors[f"grads.{index}"])
         slot.rng = tensors.get("rng")
+        steps = tuple(manifest.facts["group_steps"])
+        slot.group_steps = steps if optimizer else self.never_stepped
         step, digest = manifest.facts["optimizer_step"], manifest.facts["digest"]
         return AdapterFacts(adapter, "offloaded", held, False, step if optimizer else 0, digest if optimizer else "")
 
     def _names(self) -> list[str]:
-        return [*(f"weights.{i}" for i in range(len(self.live.weights))), *self.live.state]
+        return [*(() if self.live.runs else (f"weights.{i}" for i in range(len(self.live.weights)))), *self.live.state]
 
     def _whole(self, slot: Slot) -> dict[str, torch.Tensor]:
         tensors = dict(zip(self._names(), self._pieces(slot.state, self.kept), strict=True))
@@ -473,11 +567,11 @@ class MegatronEngine:
 
     def _named(self, adapter: str) -> dict[str, torch.Tensor]:
         """The adapter's weights by parameter name, this rank's tensor-parallel shard."""
-        pieces = self._pieces(self.slots[adapter].state, self.kept)
+        weights = self._weights_of(self.slots[adapter])
         named = {}
         for name, parameter in self.parameters.items():
-            index, offset = self._place(parameter)
-            named[name] = pieces[index][offset : offset + parameter.numel()].view(parameter.shape)
+            index, offset = layouts.place(parameter, self.live.weights)
+            named[name] = weights[index][offset : offset + parameter.numel()].view(parameter.shape).cpu()
         return named
 
     # --- ranks together -----------------------------------------------------------------------------------------------
@@ -505,7 +599,9 @@ class MegatronEngine:
 
     def device_bytes(self) -> int:
         tensors = [self.base, *self.kept, *self.live.grads, self.sampler.base, *self.sampler.lora]
-        tensors += [tensor for slot in self.device_slots.values() for tensor in slot]
+        sets = [*self.device_slots.values(), *self.staged.values(), *([self.spare] if self.spare else [])]
+        tensors = [*self.live.weights, *tensors, *(tensor for one in sets for tensor in one)]
+        tensors = [tensor for tensor in dict.fromkeys(tensors) if tensor.device.type == self.device.type]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def host_bytes(self) -> int:

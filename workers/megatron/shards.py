@@ -50,7 +50,8 @@ def save(engine: MegatronEngine, facts: AdapterFacts, final: Path, kind: str, te
     data = to_bytes({key: tensor.contiguous() for key, tensor in tensors.items()})
     written = engine._gather_world((name, checkpoints.write_shard(aside, name, data)))
     signature = msgspec.to_builtins(engine.slots[facts.adapter].signature)
-    known = {"optimizer_step": facts.optimizer_step, "pending": facts.pending, "digest": facts.digest}
+    known: dict[str, Any] = {"optimizer_step": facts.optimizer_step, "pending": facts.pending, "digest": facts.digest}
+    known["group_steps"] = engine.slots[facts.adapter].group_steps
     manifest = checkpoints.Manifest(facts.adapter, kind, signature, _layout(engine), known, dict(written))
     digest = _on_rank_0(lambda: checkpoints.commit(aside, final, manifest))
     return str(digest)
@@ -94,6 +95,12 @@ def _on_rank_0(work: Any) -> Any:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def seeded_rng(seed: int) -> torch.Tensor:
+    """The state of a fresh generator of that device."""
+    state: torch.Tensor = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed).get_state()
+    return state
 
 
 def get_rng() -> torch.Tensor:
