@@ -10,7 +10,9 @@ import importlib
 import sys
 from pathlib import Path
 
-from state.errors import ConfigError, HotdeskError
+from redis import RedisError
+
+from state.errors import ConfigError, HotdeskError, ServerFault
 
 #: name -> (module, one line). Each module has `arguments(parser)` and `run(args) -> int`; loaded only when asked for.
 COMMANDS = {
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
-    except (HotdeskError, BaseExceptionGroup) as error:
+    except (HotdeskError, RedisError, BaseExceptionGroup) as error:
         return _stopped(_words(error))
 
 
@@ -53,6 +55,8 @@ def _words(error: BaseException) -> HotdeskError:
     """The error with words inside whatever task groups wrapped around it; anything else is a bug and keeps its traceback."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, RedisError):
+        return ServerFault(f"the server does not serve: {error}", way_out="check --url and that the server runs")
     if not isinstance(error, HotdeskError):
         raise error
     return error

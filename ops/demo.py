@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
 def _clear(directory: Path) -> None:
     """An earlier demo's data, and a server that it may have left behind when it was killed."""
     if directory.exists():
-        EmbeddedServer(directory).stop()
+        left = EmbeddedServer(directory)
+        if left._own():
+            left.stop()
         shutil.rmtree(directory)
 
 

@@ -44,7 +44,7 @@ async def open_store(config: Config) -> AsyncIterator[RedisLog]:
         yield store
     finally:
         await store.close()
-        if server is not None and server.process is not None:
+        if server is not None:
             server.stop()
 
 

@@ -18,7 +18,7 @@ from scheduler import state_snapshots
 from scheduler.core import decide
 from state import log_id as ids
 from state.errors import ConfigError
-from state.events import Event, Step, StepStarted, decode
+from state.events import Event, LeaderElected, Step, StepStarted, decode
 from state.fleet import Fleet, Group, apply, encode
 from state.fleet import decode as decode_fleet
 from state.log import EventLog
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     if args.segments:
-        return await _replay(SegmentLog(args.segments), args, None)
+        return await _replay(SegmentLog(args.segments, read_only=True), args, None)
     config = configuration(args)
     async with open_store(config) as store:
         return await _replay(store, args, config.data_dir)
@@ -123,8 +123,14 @@ class Verifier:
         self.problems: list[str] = []
         self.decisions = self.differences = self.compared = self.unequal = 0
         self._due: dict[str, list[Step]] = {}
+        self._idle: dict[str, int] = {}
 
     def take(self, log_id: int, event: Event) -> None:
+        if ids.ms_of(log_id) > ids.ms_of(self.fleet.log_id):
+            self._note_idle()
+        self._check_finished_plans(log_id, event)
+        if isinstance(event, LeaderElected):
+            self._idle = {}
         if isinstance(event, StepStarted):
             self._check(log_id, event)
         self.fleet = apply(self.fleet, log_id, event)
@@ -134,6 +140,20 @@ class Verifier:
             if encode(self.fleet) != body:
                 self.unequal += 1
                 self.problems.append(f"the fold at {ids.text(log_id)} differs from {path}")
+
+    def _check_finished_plans(self, log_id: int, event: Event) -> None:
+        """A plan is logged whole, its steps next to each other."""
+        for name, due in self._due.items():
+            if due and not (isinstance(event, StepStarted) and event.group == name):
+                self.differences += 1
+                self.problems.append(f"{ids.text(log_id)}: {name} stopped before {readable.step_text(due[0])}, which the planner says")
+                due.clear()
+
+    def _note_idle(self) -> None:
+        """Groups that had work and did nothing: right in a drain, which ends with the leader; wrong if they decide later in its term."""
+        for name, group in self.fleet.groups.items():
+            if group.runnable and not group.steps and group.incarnation and not group.broken:
+                self._idle.setdefault(name, self.fleet.log_id)
 
     def _decide(self, log_id: int, group: Group, recorded: Step) -> list[Step]:
         """A step that no request caused belongs to a shutdown: the group was put to rest."""
@@ -146,6 +166,10 @@ class Verifier:
     def _check(self, log_id: int, event: StepStarted) -> None:
         group = self.fleet.groups[event.group]
         if not group.steps:
+            late = self._idle.pop(group.name, None)
+            if late is not None and event.step.request_id:
+                self.differences += 1
+                self.problems.append(f"{ids.text(log_id)}: {group.name} decided what was due after {ids.text(late)}")
             self._due[group.name] = self._decide(log_id, group, event.step)
             self.decisions += 1
         due = self._due.get(group.name, [])

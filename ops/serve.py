@@ -8,6 +8,7 @@ import os
 import sys
 
 import anyio
+import anyio.to_thread
 import structlog
 
 from ops.cli import common_arguments
@@ -15,11 +16,13 @@ from ops.fleet import adapters_root, configuration
 from scheduler.config import Config
 from scheduler.daemon import Daemon
 from scheduler.embedded import EmbeddedServer
-from state.errors import ConfigError
+from state.errors import ConfigError, ServerFault
 from state.redis_log import RedisLog
 from workers.contract import WorkerGroup
 from workers.group_config import GroupConfig
 from workers.simulated import SIMULATED_SPEC, SimulatedGroup
+
+SUPERVISE_S = 1.0
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     url = server.url if server is not None else config.redis.url
     structlog.get_logger("hotdesk").info("starting", fleet=config.fleet.name, redis=_without_password(url), data_dir=str(config.data_dir))
     try:
-        anyio.run(_serve, config, url)
+        anyio.run(_serve, config, url, server)
     finally:
         if server is not None:
             server.stop()
     return 0
 
 
-async def _serve(config: Config, url: str) -> None:
+async def _serve(config: Config, url: str, server: EmbeddedServer | None) -> None:
     store = RedisLog.connect(url, config.fleet.name, config.settings().result_retention_ms)
     groups = [build_group(name, group, config) for name, group in config.groups.items()]
     daemon = Daemon(
@@ -60,10 +63,22 @@ async def _serve(config: Config, url: str) -> None:
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_announce, daemon, config, url)
+            if server is not None:
+                tasks.start_soon(_supervise, server)
             await daemon.run(handle_signals=True)
             tasks.cancel_scope.cancel()
     finally:
         await store.close()
+
+
+async def _supervise(server: EmbeddedServer) -> None:
+    """An embedded server that dies is started again: nobody else would."""
+    while True:
+        await anyio.sleep(SUPERVISE_S)
+        try:
+            await anyio.to_thread.run_sync(server.keep_alive)
+        except ServerFault as error:
+            structlog.get_logger("hotdesk").error("embedded_server_failed", error=str(error))
 
 
 async def _announce(daemon: Daemon, config: Config, url: str) -> None:

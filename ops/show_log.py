@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> None:
     if args.segments:
-        await _print(SegmentLog(args.segments), args)
+        await _print(SegmentLog(args.segments, read_only=True), args)
         return
     async with open_store(configuration(args)) as store:
         await _print(store, args)

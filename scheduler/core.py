@@ -17,6 +17,7 @@ from scheduler.validation import Limits, Refusal, check_body
 from state import log_id as ids
 from state.errors import (
     AdapterExists,
+    AdapterLost,
     BadName,
     BadSignature,
     BodyTooLarge,
@@ -73,8 +74,10 @@ from state.requests import (
     is_lane,
     is_name,
 )
+from state.residency import ForbiddenMove
 from workers.contract import Status, StepOutcome
 
+MOST_HEADER_BYTES = 4096
 MAX_FAILURES_IN_A_ROW = 3  # a step that cannot work fails its request after this many plans, instead of being planned for ever
 
 # --- inputs -------------------------------------------------------------------------------------------------------
@@ -111,8 +114,12 @@ Input = Entry | Finished | Joined | Lost | Tick | Drain
 
 
 class Dispatch(msgspec.Struct, frozen=True):
+    """A plan for one incarnation of a group's workers. `requests`: of each `execute`, whose body the workers need."""
+
     group: str
+    incarnation: str
     steps: tuple[Step, ...]
+    requests: dict[str, Request]
 
 
 class Batch(msgspec.Struct):
@@ -180,8 +187,10 @@ class Core:
     def _entry(self, entry: Entry) -> None:
         self._batch.commit.taken.append(entry.intake_id)
         try:
+            if len(entry.header) > MOST_HEADER_BYTES:
+                raise ValueError(f"its header has {len(entry.header)} bytes")
             envelope = msgspec.structs.replace(decode_envelope(entry.header), body=entry.body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
             self._refuse(entry, None, None, MalformedRequest(f"intake entry {entry.intake_id} is no request: {error}"))
             return
         request = None
@@ -193,6 +202,9 @@ class Core:
                 self._accept(entry, envelope, request)
         except HotdeskError as error:
             self._refuse(entry, envelope, request, error)
+        except Exception as error:  # an entry that nobody foresaw must not stop everybody: it is taken, journaled, and answered
+            unforeseen = MalformedRequest(f"the request could not be read: {type(error).__name__}: {error}")
+            self._refuse(entry, envelope, request, unforeseen)
 
     def _identify(self, envelope: Envelope) -> Request:
         if envelope.v != 1:
@@ -250,7 +262,7 @@ class Core:
         else:
             if adapter is None or adapter.lane != request.lane:
                 raise UnknownAdapter(f"adapter {request.adapter!r} does not exist")
-            if request.seq < adapter.next_seq:
+            if request.seq < adapter.next_seq or request.seq in adapter.settled:
                 raise ResultExpired(f"seq {request.seq} ended before; the next is {adapter.next_seq}")
             spec = self.fleet.groups[adapter.group].spec
             assert spec is not None
@@ -263,6 +275,8 @@ class Core:
     def _check_room(self, request: Request, adapter: Adapter | None) -> None:
         settings = self.fleet.settings
         tenant = self.fleet.tenants.get(request.tenant)
+        if adapter is not None and request.seq == adapter.next_seq:
+            return  # what fills a gap lets others leave; there is one such request an adapter
         if self.fleet.queued >= settings.total_queue:
             raise Busy(f"{self.fleet.queued} requests are queued", retry_after_ms=1000)
         if tenant is not None and tenant.queued >= settings.tenant_queue:
@@ -310,7 +324,8 @@ class Core:
         log_id = self._emit(RequestRefused(info, request if consumed else None, consumed, entry.intake_id))
         if tenant:
             status = "busy" if info.retry_after_ms else "refused"
-            self._publish(tenant, log_id, Reply(request_id, status, error=info))
+            digest = digest_of(entry.body) if isinstance(error, RequestConflict) else ""
+            self._publish(tenant, log_id, Reply(request_id, status, error=info, digest=digest))
 
     # --- control operations -----------------------------------------------------------------------------------------
 
@@ -331,7 +346,7 @@ class Core:
         except msgspec.DecodeError as error:
             raise MalformedRequest(f"body of cancel: {error}") from error
         target = body.request_id
-        if target.count("/") != 2 or not target.rpartition("/")[2].isdigit() or not target.startswith(f"{envelope.tenant}/"):
+        if target.count("/") != 2 or not _is_seq(target.rpartition("/")[2]) or not target.startswith(f"{envelope.tenant}/"):
             raise NotCancellable(f"{target!r} is no request of this tenant")
         found = self.fleet.queued_request(target)
         outcome = self.fleet.outcome(target)
@@ -401,6 +416,8 @@ class Core:
         if error.code == StepOutOfOrder.__name__ or not step.request_id:
             return
         ran = step.kind is StepKind.EXECUTE and not step.redo and error.code not in _REFUSED
+        if step.kind is StepKind.RESTORE and error.code in ("BadCheckpoint", "UnknownCheckpoint"):
+            ran, error = True, AdapterLost(f"its snapshot cannot be restored: {error.message}").info
         if ran or group.failures >= MAX_FAILURES_IN_A_ROW:
             request_id = self._cause(group, step)
             if request_id:
@@ -455,17 +472,33 @@ class Core:
     def _schedule(self, group: Group) -> None:
         if group.steps or not group.incarnation or group.broken:
             return
-        steps = self._rest(group) if self.draining else decide(self.fleet, group)
+        try:
+            steps = self._rest(group) if self.draining else decide(self.fleet, group)
+        except (ForbiddenMove, KeyError) as error:
+            # What the workers reported fits no plan: their state is worth nothing, and is rebuilt.
+            self._emit(WorkersLost(group.name, group.incarnation, f"no plan is possible from what they report: {error}"))
+            return
         for step in steps:
             self._emit(StepStarted(group.name, step))
         if steps:
-            self._batch.dispatches.append(Dispatch(group.name, tuple(steps)))
+            requests = {step.request_id: self._request_of(step) for step in steps if step.kind is StepKind.EXECUTE}
+            self._batch.dispatches.append(Dispatch(group.name, group.incarnation, tuple(steps), requests))
+
+    def _request_of(self, step: Step) -> Request:
+        adapter = self.fleet.adapters[step.adapter]
+        if step.redo:
+            return next(redo.request for redo in adapter.history if redo.request.request_id == step.request_id)
+        return adapter.queue[int(step.request_id.rpartition("/")[2])].request
 
     def _rest(self, group: Group) -> list[Step]:
         if group.name in self.resting:
             return []
         self.resting.add(group.name)
         return plan_leave(self.fleet, group)
+
+
+def _is_seq(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def decide(fleet: Fleet, group: Group, policy: Policy | None = None) -> list[Step]:

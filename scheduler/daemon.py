@@ -11,6 +11,7 @@ waits with back-off and sends the same commit again; a commit that was applied a
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import time
@@ -31,20 +32,20 @@ from scheduler import state_snapshots
 from scheduler.core import Batch, Core, Dispatch, Drain, Finished, Input, Joined, Lost, Tick
 from scheduler.validation import Limits
 from state import log_id as ids
-from state.errors import Fenced, HotdeskError, LogDiverged, WorkersLostError
-from state.events import Request, Settings, Step, StepKind
+from state.errors import Fenced, HotdeskError, LogDiverged, StaleEpoch, WorkerFailed, WorkersLostError, error_from
+from state.events import Request, Settings, StepKind
 from state.fleet import encode as encode_fleet
 from state.log import Commit, Entry, Store
 from state.redis_log import is_passing
 from state.requests import INLINE_BODY_BYTES, digest_of
-from workers.contract import Call, WorkerGroup
+from workers.contract import Call, StepOutcome, WorkerGroup
 
 log = structlog.get_logger("hotdesk")
 T = TypeVar("T")
 
-INBOX = 4096  # inputs that wait for the core; beyond it the readers pause, and the intake keeps the rest
+INBOX = 1024  # inputs that wait for the core; beyond it the readers pause, and the intake keeps the rest
 ROUND = 1024  # most inputs of one round, hence of one commit
-INTAKE_READ = 256
+INTAKE_READ = 64  # entries, each up to the body limit
 INTAKE_BLOCK_MS = 1000
 TICK_S = 0.5
 BODY_CACHE_BYTES = 64 * 2**20
@@ -74,7 +75,7 @@ class Daemon:
         self.data_dir = data_dir
         self.lease_ms = lease_ms
         self.now_ms = now_ms
-        self.holder = f"{socket.gethostname()}:{os.getpid()}"
+        self.holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"  # containers share names and pids
         self.epoch = 0
         self.ready = anyio.Event()
         self.core: Core
@@ -85,7 +86,7 @@ class Daemon:
         self._bodies: OrderedDict[str, bytes] = OrderedDict()
         self._body_bytes = 0
         self._intake_scope = anyio.CancelScope()
-        self._runner_scopes: dict[str, anyio.CancelScope] = {}
+        self._runner_scopes: dict[str, tuple[anyio.CancelScope, str]] = {}
         self._server_away = False
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -126,8 +127,8 @@ class Daemon:
                 elif draining and number == signal.SIGINT:
                     log.warning("forced", detail="second interrupt: leaving without parking; the log has everything that was acknowledged")
                     self._tasks.cancel_scope.cancel()
-                elif not self.ready.is_set():
-                    self._tasks.cancel_scope.cancel()
+                elif not self.ready.is_set() or self._server_away:
+                    self._tasks.cancel_scope.cancel()  # nothing can be committed, so nothing can be put to rest
                 elif not draining:
                     draining = True
                     log.info("draining", signal=signal.Signals(number).name, detail="interrupt again to force")
@@ -138,7 +139,9 @@ class Daemon:
         if self.data_dir is None:
             return None
         path = self.data_dir / "state-dump.msgpack"
-        path.write_bytes(encode_fleet(self.core.fleet))
+        aside = path.with_suffix(".aside")
+        aside.write_bytes(encode_fleet(self.core.fleet))
+        aside.rename(path)
         log.info("state_dumped", path=str(path), log_id=ids.text(self.core.fleet.log_id))
         return path
 
@@ -252,10 +255,13 @@ class Daemon:
             await self._plans[dispatch.group].send(dispatch)
 
     def _replace_broken(self) -> None:
+        """Ends the runner of a group whose workers reported what cannot be: it kills them and starts new ones."""
         for group in self.core.fleet.groups.values():
-            if group.broken and group.incarnation and group.name in self._runner_scopes:
+            scope, incarnation = self._runner_scopes.get(group.name, (None, ""))
+            given_up = group.lost == incarnation and not group.incarnation
+            if scope is not None and not scope.cancel_called and (group.broken or given_up):
                 log.error("group_diverged", group=group.name, difference=group.broken, detail="its workers are replaced")
-                self._runner_scopes[group.name].cancel()
+                scope.cancel()
 
     # --- readers ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +286,7 @@ class Daemon:
             except (RedisError, OSError):
                 continue  # the commit loop says that the server is away; fencing decides who leads afterwards
             if not kept:
-                raise Fenced(f"epoch {self.epoch} of {self.holder} lost the lease to {await self.store.leader() or 'another daemon'}")
+                raise Fenced(f"epoch {self.epoch} of {self.holder} lost the lease to another daemon")
 
     # --- worker groups ------------------------------------------------------------------------------------------------
 
@@ -294,11 +300,16 @@ class Daemon:
             with anyio.CancelScope() as scope:
                 try:
                     status = await group.start(self.epoch)
+                    known = self.core.fleet.groups.get(name)
+                    if known is not None and known.lost == status.incarnation:
+                        raise WorkersLostError("the workers that answer were given up before: their state counts for nothing")
                     incarnation, pause = status.incarnation, RETRY_FIRST_S
                     log.info("workers_joined", group=name, incarnation=incarnation, backend=status.spec.backend)
                     await self._inbox_in.send(Joined(name, status))
-                    self._runner_scopes[name] = scope
+                    self._runner_scopes[name] = (scope, incarnation)
                     await self._work(group, incarnation, plans)
+                except StaleEpoch as error:
+                    raise Fenced(f"epoch {self.epoch} of {self.holder}: a newer leader commands the workers of {name!r}") from error
                 except HotdeskError as error:
                     reason = str(error)
                 except Exception as error:
@@ -308,7 +319,7 @@ class Daemon:
             if incarnation:
                 await self._inbox_in.send(Lost(name, incarnation, reason))
             with anyio.move_on_after(10):
-                await group.close()
+                await group.close(kill=True)
             await anyio.sleep(pause)
             pause = min(2 * pause, RETRY_MOST_S)
 
@@ -320,31 +331,27 @@ class Daemon:
             if dispatch is None:
                 await group.status(self.epoch)
                 continue
+            if dispatch.incarnation != incarnation:
+                continue  # planned for workers that are gone
             after = 0
             for step in dispatch.steps:
-                call = Call(self.epoch, step, after, await self._body(step))
-                outcome = await group.apply(call)
+                body = await self._body(dispatch.requests.get(step.request_id)) if step.kind is StepKind.EXECUTE else b""
+                if body is None:
+                    missing = WorkerFailed(f"the body of {step.request_id} is not beside the log any more")
+                    outcome = StepOutcome(step.id, error=missing.info)
+                else:
+                    outcome = await group.apply(Call(self.epoch, step, after, body))
+                if outcome.error is not None and outcome.error.code == StaleEpoch.__name__:
+                    raise error_from(outcome.error)
                 after = step.id
                 await self._inbox_in.send(Finished(group.name, incarnation, outcome))
 
-    async def _body(self, step: Step) -> bytes:
-        if step.kind is not StepKind.EXECUTE:
-            return b""
-        request = self._request_of(step)
-        if request.body or not request.size:
-            return request.body
+    async def _body(self, request: Request | None) -> bytes | None:
+        """None where it is lost, which must not happen: blobs stay while the log may need them."""
+        if request is None or request.body or not request.size:
+            return request.body if request is not None else b""
         cached = self._bodies.get(request.digest)
-        if cached is None:
-            cached = await self._patiently(lambda: self.store.blob(request.digest))
-        if cached is None:
-            raise WorkersLostError(f"the body {request.digest} of {request.request_id} is not beside the log any more")
-        return cached
-
-    def _request_of(self, step: Step) -> Request:
-        adapter = self.core.fleet.adapters[step.adapter]
-        if step.redo:
-            return next(redo.request for redo in adapter.history if redo.request.request_id == step.request_id)
-        return adapter.queue[int(step.request_id.rpartition("/")[2])].request
+        return cached if cached is not None else await self._patiently(lambda: self.store.blob(request.digest))
 
     def _remember_bodies(self, inputs: Sequence[Input]) -> None:
         """Keeps recent large bodies at hand, within `BODY_CACHE_BYTES`, so that running them needs no read from the server."""

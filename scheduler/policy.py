@@ -40,7 +40,7 @@ def _sampling(request: Request) -> bool:
 
 
 class Fifo:
-    """The oldest waiting request first, whoever sent it; it takes along what its adapter has queued right behind it."""
+    """The oldest waiting request first, whoever sent it, one at a time."""
 
     def turn(self, fleet: Fleet, group: Group) -> Turn | None:
         if not group.runnable:

@@ -54,10 +54,12 @@ from state.requests import (
     Signature,
     Tensor,
     Unload,
+    digest_of,
     encode_body,
 )
 
 READ_BLOCK_MS = 2000
+REMIND_AFTER_S = 60.0
 RETRY_FIRST_S, RETRY_MOST_S = 0.05, 5.0
 Result = TypeVar("Result")
 Array = Sequence[int] | Sequence[float] | np.ndarray[Any, Any]
@@ -86,7 +88,9 @@ class Future(Generic[Result]):
         self.request_id = request_id
         self.op = op
         self._header, self._body = header, body
+        self._submitted = anyio.Event()
         self._settled = anyio.Event()
+        self._sent_at = anyio.current_time()
         self._reply: Reply | None = None
 
     @property
@@ -105,7 +109,7 @@ class Future(Generic[Result]):
 
     def _settle(self, reply: Reply) -> None:
         self._reply = reply
-        self._body = b""
+        self._header = self._body = b""
         self._settled.set()
 
 
@@ -139,6 +143,7 @@ class Producer:
         async with anyio.create_task_group() as tasks:
             producer = Producer(store, tenant, tasks)
             tasks.start_soon(producer._read_results, after)
+            tasks.start_soon(producer._remind)
             try:
                 yield producer
             except Exception as error:  # raised again outside the task group, so that callers catch it by its own class
@@ -193,15 +198,24 @@ class Producer:
         envelope = Envelope(self.tenant, lane, seq, op, adapter)
         future: Future[Any] = Future(envelope.request_id, op, msgspec.msgpack.encode(envelope), encode_body(body))
         self._futures[future.request_id] = future
-        await self._submit(future)
+        # In a task of its own: a caller that is cancelled leaves no hole in its lane.
+        self._tasks.start_soon(self._submit, future, 0)
+        await future._submitted.wait()
         return future
 
-    async def _submit(self, future: Future[Any]) -> None:
-        await _patiently(lambda: self.store.submit(future._header, future._body))
-
-    async def _submit_later(self, future: Future[Any], delay_ms: int) -> None:
+    async def _submit(self, future: Future[Any], delay_ms: int) -> None:
         await anyio.sleep(delay_ms / 1000)
-        await self._submit(future)
+        await _patiently(lambda: self.store.submit(future._header, future._body))
+        future._sent_at = anyio.current_time()
+        future._submitted.set()
+
+    async def _remind(self) -> None:
+        """Sends again what had no answer for long: it is applied once anyway, and an answer that got lost is repeated."""
+        while True:
+            await anyio.sleep(REMIND_AFTER_S / 4)
+            for future in list(self._futures.values()):
+                if anyio.current_time() - future._sent_at > REMIND_AFTER_S:
+                    await self._submit(future, 0)
 
     async def _read_results(self, after: int) -> None:
         while True:
@@ -210,10 +224,10 @@ class Producer:
                 after = log_id
                 reply = msgspec.msgpack.decode(payload, type=Reply)
                 future = self._futures.get(reply.request_id)
-                if future is None:
+                if future is None or (reply.digest and reply.digest != digest_of(future._body)):
                     continue  # another program of this tenant waits for it
                 if reply.status == "busy" and reply.error is not None:
-                    self._tasks.start_soon(self._submit_later, future, reply.error.retry_after_ms)
+                    self._tasks.start_soon(self._submit, future, reply.error.retry_after_ms)
                 else:
                     del self._futures[reply.request_id]
                     future._settle(reply)

@@ -45,6 +45,7 @@ LOSS_INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ppo": (("logprobs", "advantages"), ("weights",)),
     "cispo": (("logprobs", "advantages"), ("weights",)),
 }
+SMALLEST_EPS = 1e-37  # fp32 holds it; below, an element without gradient would become 0/0
 LOSS_CONFIG = {"clip_low_threshold", "clip_high_threshold"}
 _NUMPY = {"float32": "<f4", "int32": "<i4", "int64": "<i8"}
 
@@ -135,7 +136,7 @@ def _optim_step(body: OptimStep, spec: GroupSpec, limits: Limits) -> None:
         ("learning_rate", body.learning_rate, 0.0, float("inf")),
         ("beta1", body.beta1, 0.0, 1.0),
         ("beta2", body.beta2, 0.0, 1.0),
-        ("eps", body.eps, 0.0, float("inf")),
+        ("eps", body.eps, SMALLEST_EPS, float("inf")),
         ("weight_decay", body.weight_decay, 0.0, float("inf")),
         ("grad_clip_norm", body.grad_clip_norm, 0.0, float("inf")),
     ):

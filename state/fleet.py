@@ -38,7 +38,7 @@ from state.events import (
 )
 from state.log_id import ms_of
 from state.requests import MUTATING_OPS, Op, Signature, adapter_key
-from state.residency import ALL_PARTS, OP_MOVES, STEP_MOVES, Move, Residency, moved
+from state.residency import ALL_PARTS, OP_MOVES, STEP_MOVES, ForbiddenMove, Move, Residency, moved
 
 OUTCOME_BUCKET_MS = 60_000  # outcomes are forgotten a bucket at a time, so that forgetting costs nothing per event
 
@@ -120,6 +120,7 @@ class Group(msgspec.Struct, array_like=True):
 
     name: str
     incarnation: str = ""
+    lost: str = ""  # the incarnation that was lost last: its processes may be there still, their state counts for nothing
     spec: GroupSpec | None = None
     device: Device = msgspec.field(default_factory=Device)
     residents: dict[str, int] = {}  # adapters in a device slot but not live -> their last turn
@@ -231,8 +232,9 @@ def advance(expected: Expected, step: Step) -> None:
         device.published = f"{step.adapter}@{step.version}"
     elif step.kind is StepKind.EXECUTE and step.op in OP_MOVES:
         where[step.adapter] = moved(where[step.adapter], OP_MOVES[Op(step.op)])
-        if where[step.adapter] is Residency.GONE and device.live == step.adapter:
-            device.live = STALE
+        if where[step.adapter] is Residency.GONE:
+            device.live = STALE if device.live == step.adapter else device.live
+            device.published = "" if device.published.rpartition("@")[0] == step.adapter else device.published
 
 
 # --- the fold -----------------------------------------------------------------------------------------------------
@@ -268,8 +270,8 @@ def _request_accepted(fleet: Fleet, log_id: int, event: RequestAccepted) -> None
 
 
 def _request_refused(fleet: Fleet, log_id: int, event: RequestRefused) -> None:
-    if event.error.tenant:
-        fleet.tenants.setdefault(event.error.tenant, Tenant()).refused += 1
+    if event.error.tenant in fleet.tenants:  # made-up names must not grow the state
+        fleet.tenants[event.error.tenant].refused += 1
     request = event.request
     if request is None or not event.consumed:
         return
@@ -346,7 +348,10 @@ def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
     touched = (group.device.live, step.adapter, *(seen.adapter for seen in event.facts.adapters))
     where = {key: fleet.adapters[key].residency for key in touched if key in fleet.adapters}
     expected = Expected(msgspec.structs.replace(group.device), where)
-    advance(expected, step)
+    try:
+        advance(expected, step)
+    except ForbiddenMove as error:
+        group.broken = group.broken or f"after {step.kind} {step.id}: {error}"
     _observe(fleet, group, event.facts)
     _hold_against(fleet, group, step, expected)
     _counters(group, step)
@@ -378,7 +383,7 @@ def _step_failed(fleet: Fleet, log_id: int, event: StepFailed) -> None:
     if step.op == Op.FORWARD_BACKWARD:
         adapter.voided = True
         _drop_window(adapter)
-    elif step.discard:
+    elif step.op == Op.OPTIM_STEP:  # a discard, or an update that could not be made: the window is gone either way
         _drop_window(adapter)
     _reindex(fleet, adapter, log_id)
 
@@ -396,6 +401,8 @@ def _executed(adapter: Adapter, step: Step) -> None:
         adapter.redone = len(adapter.history)
     if step.op in (Op.CREATE_ADAPTER, Op.OPTIM_STEP, Op.LOAD_STATE):
         adapter.version += 1
+    if step.op == Op.LOAD_STATE:
+        adapter.voided = False
 
 
 def _drop_window(adapter: Adapter) -> None:
@@ -415,6 +422,11 @@ def _observe(fleet: Fleet, group: Group, facts: Facts) -> None:
         adapter = fleet.adapters.get(seen.adapter)
         if adapter is not None:
             _observe_adapter(group, adapter, seen)
+    live = group.device.live
+    if live not in ("", STALE):
+        bound = fleet.adapters.get(live)
+        if bound is None or bound.group != group.name or bound.residency not in (Residency.LIVE, Residency.PARKED):
+            group.broken = group.broken or f"{live!r} is reported live, and cannot be"
 
 
 def _observe_adapter(group: Group, adapter: Adapter, seen: AdapterFacts) -> None:
@@ -425,6 +437,8 @@ def _observe_adapter(group: Group, adapter: Adapter, seen: AdapterFacts) -> None
         group.residents[adapter.key] = adapter.last_turn
     else:
         group.residents.pop(adapter.key, None)
+    if adapter.residency is Residency.LOST:
+        adapter.redone = 0
 
 
 def _hold_against(fleet: Fleet, group: Group, step: Step, expected: Expected) -> None:
@@ -477,6 +491,8 @@ def _workers_joined(fleet: Fleet, log_id: int, event: WorkersJoined) -> None:
 def _workers_lost(fleet: Fleet, log_id: int, event: WorkersLost) -> None:
     group = fleet.groups[event.group]
     _lose_all(fleet, group)
+    group.lost = group.incarnation
+    group.broken = ""
     group.incarnation, group.steps, group.device, group.runnable = "", {}, Device(), {}
 
 

@@ -24,7 +24,8 @@ class Turn(NamedTuple):
 def plan(fleet: Fleet, group: Group, turn: Turn) -> list[Step]:
     """Steps for `turn`, in order, the last of each request being its `execute`."""
     planner = _Planner(fleet, group, fleet.adapters[turn.adapter])
-    planner.recover(turn.requests[0].request_id)
+    if turn.requests[0].op != Op.UNLOAD:  # what is about to go needs no rebuilding
+        planner.recover(turn.requests[0].request_id)
     for request in turn.requests:
         planner.request(request)
     planner.snapshot_if_due(turn)
@@ -60,6 +61,7 @@ class _Planner:
                 residency[key] = fleet.adapters[key].residency
         self.expected = Expected(msgspec.structs.replace(group.device), residency)
         self.dirty = adapter.dirty
+        self.voided = adapter.voided
         self.version = adapter.version
         self.request_id = ""
         self.mutations = len(adapter.history)
@@ -116,9 +118,11 @@ class _Planner:
         if self.where is Residency.GONE:
             return
         self.needs(NEEDS[op])
-        discard = op is Op.OPTIM_STEP and self.adapter.voided
+        discard = op is Op.OPTIM_STEP and self.voided
         self.add(StepKind.EXECUTE, self.adapter.key, op=op, discard=discard)
         self.dirtied(op)
+        if op in (Op.OPTIM_STEP, Op.LOAD_STATE):
+            self.voided = False
         if op in (Op.OPTIM_STEP, Op.LOAD_STATE, Op.CREATE_ADAPTER):
             self.version += 1
 

@@ -31,16 +31,16 @@ from state import log_id as ids
 from state.errors import Fenced, LogDiverged
 from state.log import Commit, Entry
 
-# ARGV: epoch, after, retention floor id, then four counted lists: events (id, data), taken (intake id), blobs (digest, intake id),
-# results (tenant, id, payload, first id). One script, so that a crash of anybody cannot split "the request's event is in the log"
-# from "its intake entry is gone" or "its result can be read".
+# ARGV: epoch, after, retention floor id, retention ms, then four counted lists: events (id, data), taken (intake id),
+# blobs (digest, intake id), results (tenant, id, payload, first id). One script, so that a crash of anybody cannot split
+# "the request's event is in the log" from "its intake entry is gone" or "its result can be read".
 _COMMIT = """
 local epoch = redis.call('GET', KEYS[1]) or '0'
 if epoch ~= ARGV[1] then return {'fenced', epoch} end
 local tail = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
 local last = tail[1] and tail[1][1] or '0-0'
 if last ~= ARGV[2] then return {'diverged', last} end
-local at = 4
+local at = 5
 local function list(width, act)
   local count = tonumber(ARGV[at])
   at = at + 1
@@ -65,8 +65,13 @@ list(4, function(i)
     local first = redis.call('XRANGE', key, ARGV[i + 3], ARGV[i + 3])
     if first[1] then payload = first[1][2][2] end
   end
-  -- pcall: a commit that is sent again after its answer was lost finds its results already there
-  redis.pcall('XADD', key, 'MINID', '~', ARGV[3], ARGV[i + 1], 'r', payload)
+  -- a commit that is sent again after its answer was lost finds its results already there; an id behind the stream's end (a clock that
+  -- stepped back between two leaders) is replaced by the server's own
+  local added = redis.pcall('XADD', key, 'MINID', '~', ARGV[3], ARGV[i + 1], 'r', payload)
+  if added.err and not redis.call('XRANGE', key, ARGV[i + 1], ARGV[i + 1])[1] then
+    redis.call('XADD', key, 'MINID', '~', ARGV[3], '*', 'r', payload)
+  end
+  redis.call('PEXPIRE', key, 2 * tonumber(ARGV[4]))
 end)
 at = events
 list(2, function(i) redis.call('XADD', KEYS[2], ARGV[i], 'e', ARGV[i + 1]) end)
@@ -136,7 +141,7 @@ class RedisLog:
         newest = max([commit.after, *(i for i, _ in commit.events), *(r.log_id for r in commit.results)])
         floor = ids.make(max(0, ids.ms_of(newest) - self.result_retention_ms))
         keys = [self.epoch_key, self.log, self.requests, self.blob_prefix, self.results_prefix]
-        args: list[bytes | str | int] = [epoch, ids.text(commit.after), ids.text(floor), *_flat(commit)]
+        args: list[bytes | str | int] = [epoch, ids.text(commit.after), ids.text(floor), self.result_retention_ms, *_flat(commit)]
         status, detail = await self._commit(keys=keys, args=args)
         if status == b"fenced":
             raise Fenced(f"epoch {epoch} tried to append, epoch {detail.decode()} leads")

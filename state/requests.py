@@ -289,3 +289,4 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     status: str
     result: bytes = b""
     error: ErrorInfo | None = None
+    digest: str = ""  # of the body that was refused, where another body has the same identity

@@ -73,6 +73,7 @@ EDGES: dict[tuple[Residency, Move], Residency] = {
     (R.PARKED, M.UNLOAD): R.GONE,
     (R.RESIDENT, M.UNLOAD): R.GONE,
     (R.LIVE, M.UNLOAD): R.GONE,
+    (R.LOST, M.UNLOAD): R.GONE,
     (R.OFFLOADED, M.LOSE): R.LOST,
     (R.PARKED, M.LOSE): R.LOST,
     (R.RESIDENT, M.LOSE): R.LOST,

@@ -24,12 +24,16 @@ _RECORD = struct.Struct("<IIQ")
 class SegmentLog:
     """A directory of segments. Writes are synced before `commit` returns. Takes events only: no intake, no results."""
 
-    def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES, *, read_only: bool = False) -> None:
+        """`read_only`: raises `LogTruncated` where there is nothing to read, and changes nothing."""
         self.directory = directory
         self.segment_bytes = segment_bytes
-        directory.mkdir(parents=True, exist_ok=True)
         segments = self._segments()
-        if segments:
+        if read_only and not segments:
+            raise LogTruncated(f"{directory} holds no log segments")
+        if not read_only:
+            directory.mkdir(parents=True, exist_ok=True)
+        if segments and not read_only:
             _cut_torn_tail(segments[-1])
         self.last = max((log_id for path in segments[-1:] for log_id, _ in read_segment(path)), default=0)
 

@@ -10,7 +10,7 @@ import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-from state import residency
+from state import events, fleet, residency
 from state.residency import EDGES
 
 
@@ -20,15 +20,31 @@ class Recording(dict):
     def __init__(self, edges):
         super().__init__(edges)
         self.taken = set()
+        self.folding = False
 
     def __getitem__(self, key):
         value = super().__getitem__(key)
-        self.taken.add(key)
+        if self.folding:
+            self.taken.add(key)
         return value
+
+    def while_folding(self, handler):
+        """A step that a worker finished, or workers that were lost, took an edge; a planner that looks ahead did not."""
+
+        def handle(state, log_id, event):
+            self.folding = True
+            try:
+                handler(state, log_id, event)
+            finally:
+                self.folding = False
+
+        return handle
 
 
 RECORDING = Recording(EDGES)
 residency.EDGES = RECORDING
+for kind in (events.StepFinished, events.WorkersLost, events.WorkersJoined):
+    fleet._HANDLERS[kind] = RECORDING.while_folding(fleet._HANDLERS[kind])
 
 
 def pytest_terminal_summary(terminalreporter):

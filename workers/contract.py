@@ -60,8 +60,8 @@ class WorkerGroup(Protocol):
 
     async def status(self, epoch: int) -> Status: ...
 
-    async def close(self) -> None:
-        """Stops what this process started; detached workers stay."""
+    async def close(self, kill: bool = False) -> None:
+        """Stops what this process started; detached workers stay, unless `kill`: then nothing of them may be left."""
         ...
 
 

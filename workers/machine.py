@@ -141,6 +141,7 @@ class Machine:
         self.sampler = False
         self.published = ""
         self.guard_pending = guard_pending  # test seam: False plants the lost-gradient fault
+        self.lost: set[str] = set()  # adapters whose state a failure spoiled: to be rebuilt from snapshot and log
         self._touched: list[str] = []
 
     # --- the contract ---------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class Machine:
     def _adapter_facts(self, key: str) -> AdapterFacts:
         held = self.held.get(key)
         if held is None:
-            return AdapterFacts(key, Residency.GONE)
+            return AdapterFacts(key, Residency.LOST if key in self.lost else Residency.GONE)
         dirty = held.state_dirty or held.grads_dirty
         return AdapterFacts(key, held.residency, held.pending, dirty, held.optimizer_step, held.digest)
 
@@ -186,13 +187,24 @@ class Machine:
             error = failure.info
         except Exception as failure:
             error = WorkerFailed(f"{step.op or step.kind}: {type(failure).__name__}: {failure}").info
+        if error is not None and step.redo and not untouched:
+            self._lose(step.adapter)  # a re-execution that fails half way is begun again from the snapshot
         cost_us = (time.perf_counter_ns() - started) // 1000
         return self._outcome(step, result, error, untouched, cost_us)
+
+    def _lose(self, adapter: str) -> None:
+        if adapter in self.held:
+            self.engine.drop(adapter)
+            del self.held[adapter]
+        self.lost.add(adapter)
+        self.live = STALE if self.live == adapter else self.live
 
     def _outcome(self, step: Step, result: bytes, error: ErrorInfo | None, untouched: bool, cost_us: int) -> StepOutcome:
         if error is not None:
             error = msgspec.structs.replace(error, adapter=step.adapter, request_id=step.request_id)
-        facts = None if untouched else self.facts(tuple(key for key in self._touched if key in self.held or error is None))
+        facts = (
+            None if untouched else self.facts(tuple(key for key in self._touched if key in self.held or key in self.lost or error is None))
+        )
         return StepOutcome(step.id, facts, cost_us, result, error)
 
     # --- checks before anything is touched --------------------------------------------------------------------------
@@ -207,7 +219,8 @@ class Machine:
         if needs.sampler is not None and needs.sampler != self.sampler:
             raise NotResident(f"{step.op or step.kind} needs the sampler {'awake' if needs.sampler else 'asleep'}")
         creates = step.op == Op.CREATE_ADAPTER or step.kind is StepKind.RESTORE
-        if step.adapter and not creates and step.adapter not in self.held:
+        gone_anyway = step.op == Op.UNLOAD
+        if step.adapter and not creates and not gone_anyway and step.adapter not in self.held:
             raise UnknownSlot(f"{step.op or step.kind}: there is no slot for {step.adapter}")
         if needs.live and (self.live != step.adapter or self.held[step.adapter].residency is not Residency.LIVE):
             raise WrongLive(f"{step.op}: {step.adapter} is {self.held[step.adapter].residency}, not live")
@@ -246,8 +259,8 @@ class Machine:
         self.engine.offload(tuple(part for part in step.parts if part in self.engine.resident_parts()))
         return b""
 
-    def _store_live(self, held: Held, residency: Residency) -> None:
-        self.engine.store(self.live, state=held.state_dirty, grads=held.pending > 0)
+    def _store(self, adapter: str, held: Held, residency: Residency) -> None:
+        self.engine.store(adapter, state=held.state_dirty, grads=held.pending > 0)
         self._clean(held, residency)
 
     @staticmethod
@@ -258,7 +271,7 @@ class Machine:
     def _park(self, step: Step, body: bytes) -> bytes:
         held = self._expect(step, Residency.LIVE, Residency.PARKED)
         if held.residency is Residency.LIVE:
-            self._store_live(held, Residency.PARKED)
+            self._store(step.adapter, held, Residency.PARKED)
         return b""
 
     def _unpark(self, step: Step, body: bytes) -> bytes:
@@ -271,22 +284,25 @@ class Machine:
     def _swap(self, step: Step, body: bytes) -> bytes:
         incoming = self._expect(step, Residency.OFFLOADED, Residency.RESIDENT)
         outgoing = self.held.get(self.live)
+        live = self.live
         if outgoing is not None:
-            self._touched.append(self.live)
+            self._touched.append(live)
             if outgoing.residency is Residency.PARKED:
                 outgoing.residency = Residency.OFFLOADED
             elif not step.keep and incoming.residency is Residency.OFFLOADED:
-                self.engine.switch(self.live, step.adapter, state=outgoing.state_dirty, grads=outgoing.pending > 0)
+                self.engine.switch(live, step.adapter, state=outgoing.state_dirty, grads=outgoing.pending > 0)
                 self._clean(outgoing, Residency.OFFLOADED)
                 incoming.residency = Residency.LIVE
             elif not step.keep:
-                self._store_live(outgoing, Residency.OFFLOADED)
+                self._store(live, outgoing, Residency.OFFLOADED)
             elif incoming.residency is Residency.RESIDENT:
-                self.engine.exchange_live(self.live, step.adapter)
+                self.engine.exchange_live(live, step.adapter)
                 outgoing.residency, incoming.residency = Residency.RESIDENT, Residency.LIVE
             else:
-                self.engine.set_aside(self.live)
+                self.engine.set_aside(live)
                 outgoing.residency = Residency.RESIDENT
+        if incoming.residency is not Residency.LIVE:
+            self.live = STALE  # the outgoing one is away: should the incoming one fail to come, nothing is bound
         if incoming.residency is Residency.RESIDENT:
             self.engine.take_up(step.adapter)
         elif incoming.residency is Residency.OFFLOADED:
@@ -298,7 +314,7 @@ class Machine:
     def _flush(self, step: Step, body: bytes) -> bytes:
         held = self._expect(step, Residency.LIVE, Residency.RESIDENT)
         if held.residency is Residency.LIVE:
-            self._store_live(held, Residency.LIVE)
+            self._store(step.adapter, held, Residency.LIVE)
         else:
             self.engine.refresh(step.adapter, state=held.state_dirty, grads=held.pending > 0)
             self._clean(held, Residency.RESIDENT)
@@ -319,6 +335,7 @@ class Machine:
         return b""
 
     def _take(self, adapter: str, seen: AdapterFacts) -> None:
+        self.lost.discard(adapter)
         self.held[adapter] = Held(Residency.OFFLOADED, pending=seen.pending, optimizer_step=seen.optimizer_step, digest=seen.digest)
 
     def _wake_sampler(self, step: Step, body: bytes) -> bytes:
@@ -357,13 +374,18 @@ class Machine:
         if step.adapter not in self.held:
             self.engine.create(step.adapter, request.signature)
             self.held[step.adapter] = Held()
+            self.lost.discard(step.adapter)
         return Done(step.adapter)
 
     def _unload(self, step: Step, body: bytes) -> msgspec.Struct:
         if self.live == step.adapter:
             self.live = STALE
-        self.engine.drop(step.adapter)
-        del self.held[step.adapter]
+        if self.published.rpartition("@")[0] == step.adapter:
+            self.published = ""
+        if step.adapter in self.held:
+            self.engine.drop(step.adapter)
+            del self.held[step.adapter]
+        self.lost.discard(step.adapter)
         return Done(step.adapter)
 
     def _forward(self, step: Step, body: bytes) -> msgspec.Struct:
@@ -390,7 +412,15 @@ class Machine:
             held.pending = 0
             raise WindowVoided("a forward_backward of this window failed, so its gradients were discarded and nothing was applied")
         held.state_dirty = True
-        result = self.engine.optim_step(decode_body(Op.OPTIM_STEP, body))
+        try:
+            result = self.engine.optim_step(decode_body(Op.OPTIM_STEP, body))
+        except HotdeskError:  # refused before anything was applied: the window is discarded
+            self.engine.discard()
+            held.pending = 0
+            raise
+        except Exception:  # perhaps half applied
+            self._lose(step.adapter)
+            raise
         held.pending = 0
         held.optimizer_step, held.digest = result.optimizer_step, result.digest
         return result

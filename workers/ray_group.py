@@ -19,7 +19,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from state.errors import OperatorError, WorkersLostError
+from state.errors import HotdeskError, OperatorError, WorkersLostError
 from state.events import Facts
 from workers.contract import Call, Status, StepOutcome
 from workers.group_config import GroupConfig
@@ -30,6 +30,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 from ray.exceptions import RayError
 
+BROKEN_COLLECTIVE = ("DistBackendError", "DistNetworkError", "Timed out waiting", "Connection closed by peer", "Connection reset by peer")
 OBJECT_STORE_BYTES = 128 * 2**20
 _CALL = msgspec.msgpack.Decoder(Call)
 _OUTCOME = msgspec.msgpack.Decoder(StepOutcome)
@@ -74,7 +75,10 @@ class RankActor:
         self.rank = Rank(msgspec.msgpack.decode(config, type=GroupConfig), rank, address, port, root)
 
     def apply(self, call: bytes) -> bytes:
-        return msgspec.msgpack.encode(self.rank.machine.apply(_CALL.decode(call)))
+        outcome = self.rank.machine.apply(_CALL.decode(call))
+        if outcome.error is not None and any(sign in outcome.error.message for sign in BROKEN_COLLECTIVE):
+            os._exit(1)  # a process group that lost a peer stays broken: better a clear death than an error for every tenant in turn
+        return msgspec.msgpack.encode(outcome)
 
     def status(self, epoch: int) -> bytes:
         machine = self.rank.machine
@@ -115,11 +119,14 @@ class RayGroup:
         return f"hotdesk.{self.fleet}.{self.name}.{rank}"
 
     def _find(self) -> bool:
-        try:
-            self.actors = [ray.get_actor(self._actor_name(rank), self.namespace) for rank in range(self.world)]
-        except ValueError:
-            return False
-        return True
+        """Whether all ranks of an earlier daemon's group are there. `actors` has those that are, so that they can be killed."""
+        self.actors = []
+        for rank in range(self.world):
+            try:
+                self.actors.append(ray.get_actor(self._actor_name(rank), self.namespace))
+            except ValueError:
+                continue
+        return len(self.actors) == self.world
 
     async def _build(self) -> None:
         incarnation = uuid.uuid4().hex[:12]
@@ -171,15 +178,24 @@ class RayGroup:
         outcomes = tuple(merge([ranks[step_id] for ranks in by_id]) for step_id in common)
         return Status(answers[0].incarnation, answers[0].spec, merge_facts([answer.facts for answer in answers]), outcomes)
 
-    async def close(self) -> None:
-        """A local Ray's actors end here; detached ones stay unless the group is broken (`start` finds out)."""
-        if not self.address:
+    async def close(self, kill: bool = False) -> None:
+        if kill or not self.address:
             await self._kill()
 
     async def _kill(self) -> None:
         actors, self.actors = self.actors, []
         for actor in actors:
             await anyio.to_thread.run_sync(_kill_quietly, actor)
+        with anyio.move_on_after(10):  # a killed actor's name is free a moment later
+            while self.address and actors:
+                taken = await anyio.to_thread.run_sync(self._names_taken)
+                if not taken:
+                    break
+                await anyio.sleep(0.1)
+
+    def _names_taken(self) -> bool:
+        taken = {one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == self.namespace}
+        return any(self._actor_name(rank) in taken for rank in range(self.world))
 
     async def _gather(self, refs: list[Any]) -> list[Any]:
         return list(await asyncio.gather(*self._all(refs)))
@@ -191,6 +207,9 @@ class RayGroup:
         try:
             return await ref
         except RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, HotdeskError):
+                raise cause from error  # an answer, such as StaleEpoch, not a death
             raise WorkersLostError(f"group {self.name!r}: {type(error).__name__}: {str(error).strip().splitlines()[-1]}") from error
 
 
@@ -207,6 +226,9 @@ def merge(outcomes: list[StepOutcome]) -> StepOutcome:
     failed = next((outcome for outcome in outcomes if outcome.error is not None), None)
     facts = [outcome.facts for outcome in outcomes if outcome.facts is not None]
     merged = merge_facts(facts) if facts else None
+    agree = len({outcome.error.code if outcome.error else "" for outcome in outcomes}) == 1 and len(facts) in (0, len(outcomes))
+    if merged is not None and not agree:
+        merged = msgspec.structs.replace(merged, live="!ranks differ in how the step ended")
     cost_us = max(outcome.cost_us for outcome in outcomes)
     if failed is not None:
         return StepOutcome(first.step_id, merged, cost_us, error=failed.error)

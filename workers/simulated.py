@@ -15,7 +15,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from state.errors import BadCheckpoint, WorkerFailed, WorkersLostError
+from state.errors import BadCheckpoint, UnknownCheckpoint, WorkerFailed, WorkersLostError
 from state.events import AdapterFacts, GroupSpec, Part, StepKind
 from state.requests import (
     Forward,
@@ -78,7 +78,6 @@ class SimulatedEngine:
     def drop(self, adapter: str) -> None:
         del self.slots[adapter]
         self.device_slots.pop(adapter, None)
-        self.snapshots.pop(adapter, None)
 
     def bind(self, adapter: str) -> None:
         self.live = self.slots[adapter]
@@ -193,6 +192,8 @@ class SimulatedEngine:
 
     def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
         if self.root is None:
+            if version not in self.snapshots.get(adapter, {}):
+                raise UnknownCheckpoint(f"snapshot {version} does not exist")
             self.slots[adapter] = self.snapshots[adapter][version]
         else:
             self.slots[adapter] = self._read(self._path(adapter, "snapshot", str(version)))
@@ -284,7 +285,7 @@ class SimulatedGroup:
         outcomes = tuple(self.machine.gate.outcomes.values())
         return Status(self.incarnation, self.spec, self.machine.facts(), outcomes)
 
-    async def close(self) -> None:
+    async def close(self, kill: bool = False) -> None:
         self.dead = True
 
     def declared(self, call: Call) -> int:

@@ -1,6 +1,7 @@
 """Records a golden log: `python -m tests.golden.record NAME`.
 
-A recorded log is never edited and never recorded again: every later version must replay it. Record a new one, under a new name, when the vocabulary of events or steps grows."""
+A recorded log is never edited and never recorded again: every later version must replay it. Record a new one, under a new name,
+when the vocabulary of events or steps grows."""
 
 from __future__ import annotations
 

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import redis
+
+from scheduler.embedded import EmbeddedServer
 
 ROOT = Path(__file__).parents[2]
 SIMULATED = '[groups.main]\nbackend = "simulated"\n'
@@ -150,4 +153,15 @@ def test_a_second_daemon_waits_as_a_standby_and_says_so(up, config, short_tmp):
     second = Up(config, short_tmp)
     second.wait_for('"standby"')
     assert second.stop() == 0
-    assert hotdesk("status", *up.where).returncode == 0
+    submit = ("submit", *up.where, "--timeout-s", "10", "--tenant", "ada", "--adapter", "poet")
+    created = hotdesk(*submit, "create_adapter", '{"signature": {"rank": 4, "alpha": 8}}')
+    assert created.returncode == 0, created.stderr  # the leader and its server are untouched
+
+
+def test_an_embedded_server_that_dies_is_started_again(up):
+    submit = ("submit", *up.where, "--timeout-s", "20", "--tenant", "ada", "--adapter", "poet")
+    hotdesk(*submit, "create_adapter", '{"signature": {"rank": 4, "alpha": 8}}')
+    with redis.Redis(unix_socket_path=str(EmbeddedServer(up.log.parent).socket)) as client:
+        os.kill(client.info("server")["process_id"], signal.SIGKILL)
+    assert json.loads(hotdesk(*submit, "optim_step").stdout)["optimizer_step"] == 1
+    up.wait_for("server_back")

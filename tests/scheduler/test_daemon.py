@@ -18,7 +18,7 @@ from scheduler.daemon import Daemon
 from scheduler.embedded import EmbeddedServer
 from scheduler.producer import Producer, SyncProducer, datum, values
 from scheduler.validation import Limits
-from state.errors import BadBody, Fenced, LogDiverged, LogTruncated, UnknownAdapter
+from state.errors import BadBody, Fenced, LogDiverged, LogTruncated, RequestConflict, UnknownAdapter
 from state.events import LeaderElected, Settings, StepStarted, WorkersLost, decode
 from state.fleet import encode
 from state.memory_log import MemoryLog
@@ -161,7 +161,7 @@ async def test_a_restarted_daemon_goes_on_where_the_last_one_stopped(server, fle
 
 async def test_a_standby_takes_over_and_the_old_leader_is_fenced(server, fleet):
     class Detached(SimulatedGroup):
-        async def close(self):
+        async def close(self, kill=False):
             """Workers on a cluster outlive the daemon that started them."""
 
     store = RedisLog.connect(server.url, fleet)
@@ -270,8 +270,7 @@ async def test_a_read_only_server_is_waited_for(server, fleet):
                 raise AssertionError("the server took a write")
         finally:
             await store.client.config_set("maxmemory", "0")
-        poet.next_seq = 1
-        assert await (await poet.forward_backward(DATA))
+        assert await (await poet.optim_step())
     await store.close()
 
 
@@ -315,16 +314,59 @@ async def test_a_cancelled_request_ends_once(server, fleet):
 
 
 async def test_every_step_is_in_the_log_before_a_worker_sees_it():
-    store = MemoryLog()
+    class Slow(MemoryLog):
+        """A server that takes its time: whoever does not wait for it is seen."""
+
+        async def commit(self, epoch, commit):
+            await anyio.sleep(0.02)
+            await super().commit(epoch, commit)
+
+    store = Slow()
+    unlogged = []
 
     class Suspicious(SimulatedGroup):
         async def apply(self, call):
             logged = [decode(data) for _, data in store.events]
-            assert any(isinstance(e, StepStarted) and e.step == call.step for e in logged)
+            if not any(isinstance(e, StepStarted) and e.step == call.step for e in logged):
+                unlogged.append(call.step)
             return await super().apply(call)
 
     async with daemon(store, group=Suspicious("main")), Producer.over(store, "ada") as hotdesk:
         await train(await hotdesk.create_adapter("poet", rank=4), 2)
+    assert unlogged == []
+    assert not any(isinstance(decode(data), WorkersLost) for _, data in store.events)
+
+
+async def test_two_programs_with_one_seq_get_an_answer_each():
+    store = MemoryLog()
+    async with daemon(store), Producer.over(store, "ada") as one, Producer.over(store, "ada") as two:
+        first = await one.create_adapter("poet", rank=4)
+        second = await two.adapter("poet")
+        won = await first.forward([datum([1, 2], [2, 3])])
+        lost = await second.forward([datum([7, 8], [8, 9])])
+        assert await won
+        with pytest.raises(RequestConflict):
+            await lost
+
+
+async def test_a_cancelled_caller_leaves_no_hole_in_its_lane():
+    class Stuck(MemoryLog):
+        stuck = False
+
+        async def submit(self, header, body):
+            while self.stuck:
+                await anyio.sleep(0.01)
+            return await super().submit(header, body)
+
+    store = Stuck()
+    async with daemon(store), Producer.over(store, "ada") as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4)
+        store.stuck = True
+        with anyio.move_on_after(0.05):
+            await poet.forward(DATA)
+        store.stuck = False
+        with anyio.fail_after(5):
+            assert await (await poet.forward(DATA))
 
 
 def test_the_sync_face(server, fleet):

@@ -8,7 +8,7 @@ import pytest
 from state import events, residency
 from state import log_id as ids
 from state.errors import LogVersion
-from state.events import ALL_KINDS, Facts, LeaderElected, Part, Settings, StepFinished, StepKind, StepStarted
+from state.events import ALL_KINDS, AdapterFacts, Facts, LeaderElected, Part, Settings, StepFinished, StepKind, StepStarted
 from state.fleet import Fleet, apply, decode, encode
 from state.requests import Op, SaveState, Unload
 from state.residency import EDGES, NEEDS, ForbiddenMove, Move, Residency, moved
@@ -204,7 +204,7 @@ def test_facts_that_differ_from_what_the_step_should_have_made_break_the_group()
     group = bench.fleet.groups["main"]
     step = next(iter(group.steps.values()))
     assert step.kind is StepKind.SWAP
-    facts = Facts(live="ada/poet", weights=True, grads=False, optimizer=True)
+    facts = Facts(live="ada/poet", weights=True, grads=False, optimizer=True, adapters=(AdapterFacts("ada/poet", "live"),))
     apply(bench.fleet, bench.fleet.log_id + 1, StepFinished("main", step.id, facts))
     assert "parts is" in group.broken
     assert "grads" in group.broken

@@ -131,8 +131,8 @@ def some_transformer_engine_version() -> Iterator[None]:
 
 
 def hybrid_device_optimizer() -> None:
-    """`HybridDeviceOptimizer` splits parameters by `is_cuda`. On the host every parameter counts as the device's until the offload fraction is
-    reached; what is offloaded gets a copy, as on a GPU. Nothing is changed where CUDA works."""
+    """`HybridDeviceOptimizer` splits parameters by `is_cuda`. On the host every parameter counts as the device's until the offload
+    fraction is reached; what is offloaded gets a copy, as on a GPU. Nothing is changed where CUDA works."""
     if not _installed:
         return
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer

@@ -94,7 +94,7 @@ class MegatronEngine:
         self.bytes_of = {tensor: tensor.numel() * tensor.element_size() for tensor in (*self.kept, *self.live.grads)}
         self.state_bytes = sum(_aligned(self.bytes_of[t]) for t in self.kept)
         self.grad_bytes = sum(_aligned(self.bytes_of[t]) for t in self.live.grads)
-        self.arena = Arena(config.host_slots * (self.state_bytes + self.grad_bytes), pinned=device.type == "cuda")
+        self.arena = Arena(self.state_bytes, self.grad_bytes, config.host_slots, pinned=device.type == "cuda")
         self.staged: dict[str, list[torch.Tensor]] = {}
         self.spare: list[torch.Tensor] | None = None
         self.copying_out, self.copying_in = torch.cuda.Stream(), torch.cuda.Stream()
@@ -134,7 +134,7 @@ class MegatronEngine:
 
     def create(self, adapter: str, signature: Signature) -> None:
         """Fills a slot from the seed. Takes memory from the arena only."""
-        slot = Slot(signature, self.arena.take(self.state_bytes), self.never_stepped)
+        slot = Slot(signature, self.arena.states.take(), self.never_stepped)
         slot.state.zero_()
         values = self._initial_values(signature)
         pieces = dict(zip(self._names(), self._pieces(slot.state, self.kept), strict=True))
@@ -155,7 +155,8 @@ class MegatronEngine:
         self.slots[adapter] = slot
 
     def _initial_values(self, signature: Signature) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """fp32 shard of each trainable parameter, rounded to the weights' dtype: a master is the fp32 value of the weight it starts with."""
+        """fp32 shard of each trainable parameter, rounded to the weights' dtype: a master is the fp32 value of the weight it starts
+        with."""
         values = {}
         for name, parameter in self.parameters.items():
             module = self.loras[name.rpartition(".lora_")[0]]
@@ -166,7 +167,7 @@ class MegatronEngine:
     def drop(self, adapter: str) -> None:
         slot = self.slots.pop(adapter)
         self._drop_grads(slot)
-        self.arena.give(slot.state)
+        self.arena.states.give(slot.state)
         self.device_slots.pop(adapter, None)
         self.staged.pop(adapter, None)
         if self.bound is slot:
@@ -184,14 +185,16 @@ class MegatronEngine:
     def switch(self, outgoing: str, incoming: str, *, state: bool, grads: bool) -> None:
         """`store` and `bind` in one: the two directions run at once, on two streams, through a spare set on the device. Where the incoming
         adapter was prefetched, nothing is copied in."""
-        slot = self.slots[incoming]
+        slot, leaving = self.slots[incoming], self.slots[outgoing]
+        if grads and leaving.grads is None:
+            leaving.grads = self.arena.grads.take()  # what can be refused is refused before anything moves
         mine = self.staged.pop(incoming, None)
         fetched = mine is not None
         mine = mine or self.spare or self._new_set()
         self.spare = mine
         self._exchange(mine)  # `mine` now holds the outgoing adapter
         with self._beside(self.copying_out):
-            self._save(self.slots[outgoing], mine, state=state, grads=grads)
+            self._save(leaving, mine, state=state, grads=grads)
         if not fetched:
             with self._beside(self.copying_in):
                 self._fill_set(slot, [*self.kept, *self.live.grads])
@@ -234,9 +237,9 @@ class MegatronEngine:
         self.device_slots[adapter] = mine
 
     def unstage(self, adapter: str, *, state: bool, grads: bool) -> None:
-        mine = self.device_slots.pop(adapter)
-        self._save(self.slots[adapter], mine, state=state, grads=grads)
+        self._save(self.slots[adapter], self.device_slots[adapter], state=state, grads=grads)
         self._synchronize()
+        del self.device_slots[adapter]
 
     def refresh(self, adapter: str, *, state: bool, grads: bool) -> None:
         self._save(self.slots[adapter], self.device_slots[adapter], state=state, grads=grads)
@@ -267,7 +270,7 @@ class MegatronEngine:
             self._copy(mine[: len(self.kept)], self._pieces(slot.state, self.kept))
         if grads:
             if slot.grads is None:
-                slot.grads = self.arena.take(self.grad_bytes)
+                slot.grads = self.arena.grads.take()
             self._copy(mine[len(self.kept) :], self._pieces(slot.grads, self.live.grads))
         else:
             self._drop_grads(slot)
@@ -279,7 +282,7 @@ class MegatronEngine:
 
     def _drop_grads(self, slot: Slot) -> None:
         if slot.grads is not None:
-            self.arena.give(slot.grads)
+            self.arena.grads.give(slot.grads)
             slot.grads = None
 
     def _bound(self, slot: Slot) -> None:
@@ -296,12 +299,12 @@ class MegatronEngine:
         """Weights from their masters: a cast, and where masters are sharded over data-parallel ranks, a gather of the casts."""
         group = parallel_state.get_data_parallel_group() if self.sharded else None
         for run in self.live.runs:
-            mine = masters[run.flat : run.flat + run.length].to(weights[run.index].device)
+            mine = masters[run.flat : run.flat + run.length].to(weights[run.storage].device)
             if group is None:
-                weights[run.index][run.offset : run.offset + run.length].copy_(mine)
+                weights[run.storage][run.offset : run.offset + run.length].copy_(mine)
             else:
                 first = run.offset - self.dp_rank * run.length
-                whole = weights[run.index][first : first + self.dp * run.length]
+                whole = weights[run.storage][first : first + self.dp * run.length]
                 dist.all_gather_into_tensor(whole, mine.to(whole.dtype), group=group)
 
     def _weights_of(self, slot: Slot) -> tuple[torch.Tensor, ...]:
@@ -532,7 +535,7 @@ class MegatronEngine:
         old = self.slots.get(adapter)
         if old is not None and (signature.rank, signature.targets) != (old.signature.rank, old.signature.targets):
             raise BadCheckpoint(f"checkpoint {path.name!r} has rank {signature.rank} and targets {list(signature.targets)}")
-        slot = old or Slot(signature, self.arena.take(self.state_bytes), self.never_stepped)
+        slot = old or Slot(signature, self.arena.states.take(), self.never_stepped)
         self.slots[adapter] = slot
         self._forget_staged(slot)
         names = self._names()
@@ -545,7 +548,7 @@ class MegatronEngine:
         self._drop_grads(slot)
         held = int(manifest.facts["pending"]) if pending else 0
         if held:
-            slot.grads = self.arena.take(self.grad_bytes)
+            slot.grads = self.arena.grads.take()
             for index, piece in enumerate(self._pieces(slot.grads, self.live.grads)):
                 piece.copy_(tensors[f"grads.{index}"])
         slot.rng = tensors.get("rng")

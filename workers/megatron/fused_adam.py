@@ -139,8 +139,8 @@ def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """Megatron's optimizer modules find this class where they look for TransformerEngine's, while an optimizer is being built. The flags of the
-    distributed optimizer stay set: it reads them again when its state is saved or loaded."""
+    """Megatron's optimizer modules find this class where they look for TransformerEngine's, while an optimizer is being built. The
+    flags of the distributed optimizer stay set: it reads them again when its state is saved or loaded."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.distrib_optimizer as distributed
     import megatron.core.utils as utils

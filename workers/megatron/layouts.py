@@ -44,9 +44,9 @@ class Owned(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`length` elements at `offset` of weights storage `index`, held at `flat` of the master storage."""
+    """`length` elements at `offset` of weights storage `storage`, held at `flat` of the master storage."""
 
-    index: int
+    storage: int
     offset: int
     length: int
     flat: int
@@ -228,8 +228,8 @@ def _entry(member: Any, one: Owned) -> _Entry:
 
 
 def _hybrid_entry(hybrid: HybridDeviceOptimizer, one: Owned) -> _Entry:
-    """The sub-optimizer's own parameter is the master it steps; it is `hybrid.state[key]["master_param"]` too, by identity. Where the key is the
-    device's fp32 shard (not precision-aware) and was offloaded, that shard is a second copy of the same master."""
+    """The sub-optimizer's own parameter is the master it steps; it is `hybrid.state[key]["master_param"]` too, by identity. Where
+    the key is the device's fp32 shard (not precision-aware) and was offloaded, that shard is a second copy of the same master."""
     stepped = hybrid.param_to_inner_param[one.key]
     worker = next(w for w in hybrid.sub_optimizers if any(p is stepped for g in w.param_groups for p in g["params"]))
     state = _materialised(worker, stepped)
@@ -280,8 +280,8 @@ def _as_data(tensor: torch.Tensor) -> _Slot:
 
 
 class _Places:
-    """Where masters lie in the flat master storage: bucket after bucket, each this rank's shard of it, padding included, so that weights and
-    masters correspond in one run a bucket."""
+    """Where masters lie in the flat master storage: bucket after bucket, each this rank's shard of it, padding included, so that
+    weights and masters correspond in one run a bucket."""
 
     def __init__(self, ddp: Any, weights: tuple[torch.Tensor, ...], sharded: bool) -> None:
         self.weights = weights
@@ -304,7 +304,7 @@ class _Places:
         index, offset = place(one.parameter, self.weights)
         first = offset + one.start
         for run in self.runs:
-            if run.index == index and run.offset <= first and first + one.end - one.start <= run.offset + run.length:
+            if run.storage == index and run.offset <= first and first + one.end - one.start <= run.offset + run.length:
                 return run.flat + first - run.offset
         raise UnknownLayout("a master lies outside this rank's shards of the weights")
 

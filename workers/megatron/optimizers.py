@@ -17,7 +17,7 @@ from workers.megatron.model import DTYPES
 class Recipe(NamedTuple):
     """`fused`: wants TransformerEngine's FusedAdam. `bf16`: exists for bfloat16 models only."""
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # noqa: RUF012  a default of an immutable tuple, never written to
     distributed: bool = True
     fused: bool = False
     bf16: bool = False
