@@ -93,7 +93,11 @@ def build_group(name: str, group: GroupConfig, config: Config) -> WorkerGroup:
         import msgspec
 
         spec = msgspec.structs.replace(
-            SIMULATED_SPEC, max_rank=group.max_rank, device_slots=group.device_slots, host_slots=group.host_slots
+            SIMULATED_SPEC,
+            max_rank=group.max_rank,
+            device_slots=group.device_slots,
+            host_slots=group.host_slots,
+            max_adapters=group.max_adapters,
         )
         return SimulatedGroup(name, spec, root, group.simulated_cost_us or None, sleep=bool(group.simulated_cost_us))
     try:

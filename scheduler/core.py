@@ -293,7 +293,7 @@ class Core:
         spec = group.spec
         assert spec is not None
         body: CreateAdapter = check_body(Op.CREATE_ADAPTER, envelope.body, spec, self.limits)
-        if len(group.adapters) >= spec.host_slots:
+        if len(group.adapters) >= spec.max_adapters:
             raise Busy(f"group {group.name!r} holds {len(group.adapters)} adapters", retry_after_ms=5000)
         signature = body.signature
         return RequestAccepted(request, group.name, (signature.rank, signature.alpha, signature.targets, signature.seed))
@@ -503,8 +503,12 @@ def _is_seq(text: str) -> bool:
 
 def decide(fleet: Fleet, group: Group, policy: Policy | None = None) -> list[Step]:
     """What an idle group does next: the policy's turn, planned. Pure; `replay --verify` calls it at every recorded decision."""
-    turn = (policy or POLICIES[fleet.settings.policy]).turn(fleet, group)
-    return plan(fleet, group, turn) if turn is not None else []
+    chosen = policy or POLICIES[fleet.settings.policy]
+    turn = chosen.turn(fleet, group)
+    if turn is None:
+        return []
+    following = chosen.turn(fleet, group, but=turn.adapter)
+    return plan(fleet, group, turn, following)
 
 
 _EVENT_ENCODER = msgspec.msgpack.Encoder()

@@ -15,8 +15,8 @@ from state.residency import NEEDS
 
 
 class Policy(Protocol):
-    def turn(self, fleet: Fleet, group: Group) -> Turn | None:
-        """The next turn on an idle `group`; None where nothing can run."""
+    def turn(self, fleet: Fleet, group: Group, but: str = "") -> Turn | None:
+        """The next turn on an idle `group`, leaving the adapter `but` out; None where nothing can run."""
         ...
 
 
@@ -42,10 +42,11 @@ def _sampling(request: Request) -> bool:
 class Fifo:
     """The oldest waiting request first, whoever sent it, one at a time."""
 
-    def turn(self, fleet: Fleet, group: Group) -> Turn | None:
-        if not group.runnable:
+    def turn(self, fleet: Fleet, group: Group, but: str = "") -> Turn | None:
+        candidates = [key for key in group.runnable if key != but]
+        if not candidates:
             return None
-        key = min(group.runnable, key=lambda k: (group.runnable[k], k))
+        key = min(candidates, key=lambda k: (group.runnable[k], k))
         return Turn(key, ready(fleet.adapters[key], 1))
 
 
@@ -53,8 +54,9 @@ class RoundRobin:
     """Tenants in rotation, and each tenant's adapters in rotation: the one longest without a turn is next, for up to `turn_requests`
     requests in a row."""
 
-    def turn(self, fleet: Fleet, group: Group) -> Turn | None:
-        if not group.runnable:
+    def turn(self, fleet: Fleet, group: Group, but: str = "") -> Turn | None:
+        candidates = [key for key in group.runnable if key != but]
+        if not candidates:
             return None
         last_by_tenant: dict[str, int] = {}
         for key in group.adapters:
@@ -65,7 +67,7 @@ class RoundRobin:
             adapter = fleet.adapters[key]
             return last_by_tenant[adapter.tenant], adapter.last_turn, key
 
-        key = min(group.runnable, key=longest_without_turn)
+        key = min(candidates, key=longest_without_turn)
         return Turn(key, ready(fleet.adapters[key], fleet.settings.turn_requests))
 
 

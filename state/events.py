@@ -70,6 +70,7 @@ class AdapterFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     dirty: bool = False
     optimizer_step: int = 0
     digest: str = ""
+    spilled: bool = False  # offloaded further, from its host slot to disk
 
 
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -88,7 +89,8 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker group offers. `device_slots`: adapters that fit on the device at once, the live one included."""
+    """What a worker group offers. `device_slots`: adapters that fit on the device at once, the live one included;
+    `host_slots`: in host memory, beyond which they are spilled to disk."""
 
     backend: str
     max_rank: int
@@ -100,6 +102,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     dp: int = 1
     device_slots: int = 1
     host_slots: int = 64
+    max_adapters: int = 1024
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):

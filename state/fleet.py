@@ -85,6 +85,7 @@ class Adapter(msgspec.Struct, array_like=True):
     pending: int = 0
     voided: bool = False
     dirty: bool = False
+    spilled: bool = False
     optimizer_step: int = 0
     digest: str = ""
     version: int = 0  # counts what a sampler could see: create, optim_step, load_state
@@ -431,7 +432,7 @@ def _observe(fleet: Fleet, group: Group, facts: Facts) -> None:
 
 def _observe_adapter(group: Group, adapter: Adapter, seen: AdapterFacts) -> None:
     adapter.residency = Residency(seen.residency)
-    adapter.pending, adapter.dirty = seen.pending, seen.dirty
+    adapter.pending, adapter.dirty, adapter.spilled = seen.pending, seen.dirty, seen.spilled
     adapter.optimizer_step, adapter.digest = seen.optimizer_step, seen.digest
     if adapter.residency is Residency.RESIDENT:
         group.residents[adapter.key] = adapter.last_turn
@@ -503,7 +504,7 @@ def _lose_all(fleet: Fleet, group: Group) -> None:
         if adapter.residency is Residency.GONE:
             continue
         adapter.residency = moved(adapter.residency, Move.LOSE)
-        adapter.redone, adapter.pending, adapter.dirty = 0, 0, False
+        adapter.redone, adapter.pending, adapter.dirty, adapter.spilled = 0, 0, False, False
 
 
 def _remember(fleet: Fleet, request_id: str, outcome: Outcome) -> None:

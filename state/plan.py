@@ -21,9 +21,11 @@ class Turn(NamedTuple):
     requests: tuple[Request, ...]
 
 
-def plan(fleet: Fleet, group: Group, turn: Turn) -> list[Step]:
-    """Steps for `turn`, in order, the last of each request being its `execute`."""
+def plan(fleet: Fleet, group: Group, turn: Turn, following: Turn | None = None) -> list[Step]:
+    """Steps for `turn`, in order, the last of each request being its `execute`. `following` is whose turn will probably be next: its slot
+    is brought to the device while this turn computes, as a hint that changes no state."""
     planner = _Planner(fleet, group, fleet.adapters[turn.adapter])
+    planner.next = _to_prefetch(fleet, following)
     if turn.requests[0].op != Op.UNLOAD:  # what is about to go needs no rebuilding
         planner.recover(turn.requests[0].request_id)
     for request in turn.requests:
@@ -43,10 +45,20 @@ def plan_leave(fleet: Fleet, group: Group) -> list[Step]:
     for key in group.adapters:
         adapter = fleet.adapters[key]
         if adapter.history and not adapter.recovering and adapter.residency is not Residency.GONE:
+            if adapter.spilled:
+                continue  # its file is as good as a snapshot's history: it is re-executed, or fetched first when it is next used
             if adapter.residency is Residency.RESIDENT and adapter.dirty:
                 steps.append(Step(group.next_step + len(steps), StepKind.FLUSH, key, live=group.device.live))
             steps.append(Step(group.next_step + len(steps), StepKind.SNAPSHOT, key, live=group.device.live, version=adapter.snapshot))
     return steps
+
+
+def _to_prefetch(fleet: Fleet, following: Turn | None) -> str:
+    """The adapter of `following`, where its turn begins with a swap from the host."""
+    if following is None or not NEEDS[Op(following.requests[0].op)].live:
+        return ""
+    adapter = fleet.adapters[following.adapter]
+    return adapter.key if adapter.residency is Residency.OFFLOADED and not adapter.recovering and not adapter.spilled else ""
 
 
 class _Planner:
@@ -62,8 +74,11 @@ class _Planner:
         self.expected = Expected(msgspec.structs.replace(group.device), residency)
         self.dirty = adapter.dirty
         self.voided = adapter.voided
+        self.spilled: set[str] = set()
+        self.fetched = False
         self.version = adapter.version
         self.request_id = ""
+        self.next = ""
         self.mutations = len(adapter.history)
 
     @property
@@ -94,10 +109,18 @@ class _Planner:
             keep=keep,
             discard=discard,
             version=version,
+            next=self.take_hint(op),
             redo=redo,
         )
         advance(self.expected, step)
         self.steps.append(step)
+
+    def take_hint(self, op: str) -> str:
+        """Goes with the first step that computes on the live adapter."""
+        if not self.next or not op or not NEEDS[Op(op)].live:
+            return ""
+        hint, self.next = self.next, ""
+        return hint
 
     def recover(self, request_id: str) -> None:
         """Brings an adapter whose workers died back to where the log says it was: last snapshot, then its own history."""
@@ -105,9 +128,12 @@ class _Planner:
             return
         self.request_id = request_id
         if self.where is Residency.LOST and self.adapter.snapshot:
+            self.make_room()
             self.add(StepKind.RESTORE, self.adapter.key, version=self.adapter.snapshot, discard=self.adapter.snapshot_voided)
         for redo in self.adapter.history[self.adapter.redone :]:
             op = Op(redo.request.op)
+            if op is Op.CREATE_ADAPTER:
+                self.make_room()
             self.needs(NEEDS[op])
             self.add(StepKind.EXECUTE, self.adapter.key, op=op, redo=True, request_id=redo.request.request_id)
             self.dirtied(op)
@@ -117,6 +143,8 @@ class _Planner:
         op = Op(request.op)
         if self.where is Residency.GONE:
             return
+        if op is Op.CREATE_ADAPTER:
+            self.make_room()
         self.needs(NEEDS[op])
         discard = op is Op.OPTIM_STEP and self.voided
         self.add(StepKind.EXECUTE, self.adapter.key, op=op, discard=discard)
@@ -135,6 +163,8 @@ class _Planner:
             self.mutations += 1
 
     def needs(self, needs: Needs) -> None:
+        if needs.live or needs.slot:
+            self.fetch()
         if needs.sampler is True:
             self.give_to_sampler()
         if needs.live:
@@ -143,6 +173,28 @@ class _Planner:
         if needs.slot and self.dirty and self.where in (Residency.LIVE, Residency.RESIDENT):
             self.add(StepKind.FLUSH, self.adapter.key)
             self.dirty = False
+
+    def make_room(self) -> None:
+        """Where the host is full, the adapter longest without a turn goes to disk."""
+        assert self.group.spec is not None
+        slots = self.group.spec.host_slots
+        if len(self.group.adapters) <= slots:
+            return
+        held = [self.fleet.adapters[key] for key in self.group.adapters if key not in self.spilled and key != self.adapter.key]
+        held = [a for a in held if not a.spilled and a.residency not in (Residency.NEW, Residency.LOST, Residency.GONE)]
+        if len(held) < slots:
+            return
+        idle = [a for a in held if self.expected.residency.get(a.key, a.residency) is Residency.OFFLOADED]
+        if idle:
+            victim = min(idle, key=lambda a: (a.last_turn, a.key))
+            self.spilled.add(victim.key)
+            self.add(StepKind.SPILL, victim.key)
+
+    def fetch(self) -> None:
+        if self.adapter.spilled and not self.fetched:
+            self.make_room()
+            self.add(StepKind.FETCH, self.adapter.key)
+            self.fetched = True
 
     def give_to_sampler(self) -> None:
         """The device goes to the sampler: park, put every resident away, take training state off, wake, publish."""

@@ -10,13 +10,14 @@ LORA_TARGETS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A megatron-core GPT. `init_std` 0 means 1/sqrt(hidden_size). The base is drawn from `seed` and frozen."""
+    """A megatron-core GPT. `init_std` 0 means 1/sqrt(hidden_size), `head_dim` 0 hidden_size/heads, `kv_heads` 0 as many as heads. The base is drawn from `seed` and frozen."""
 
     name: str = "tiny-gpt"
     layers: int = 2
     hidden_size: int = 96
     heads: int = 4
     kv_heads: int = 0
+    head_dim: int = 0
     ffn_hidden_size: int = 384
     vocab_size: int = 256
     max_sequence_tokens: int = 256
@@ -42,6 +43,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bucket_size: int = 0
     device_slots: int = 2
     host_slots: int = 64
+    max_adapters: int = 1024
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     threads_per_rank: int = 1

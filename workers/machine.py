@@ -108,6 +108,12 @@ class Engine(Protocol):
         """Snapshot to slot, with or without the gradients that were pending in it."""
         ...
 
+    def spill(self, adapter: str, facts: AdapterFacts) -> None:
+        """Slot to disk, checksummed; its host memory is free again."""
+
+    def fetch(self, adapter: str) -> None:
+        """Back from disk to a slot."""
+
     def resident_parts(self) -> tuple[Part, ...]:
         """Observed, not remembered: which parts' storages are really on the device."""
         ...
@@ -128,6 +134,7 @@ class Held(msgspec.Struct):
     grads_dirty: bool = False
     optimizer_step: int = 0
     digest: str = ""
+    spilled: bool = False
 
 
 class Machine:
@@ -171,7 +178,7 @@ class Machine:
         if held is None:
             return AdapterFacts(key, Residency.LOST if key in self.lost else Residency.GONE)
         dirty = held.state_dirty or held.grads_dirty
-        return AdapterFacts(key, held.residency, held.pending, dirty, held.optimizer_step, held.digest)
+        return AdapterFacts(key, held.residency, held.pending, dirty, held.optimizer_step, held.digest, held.spilled)
 
     def _act(self, call: Call) -> StepOutcome:
         step = call.step
@@ -222,6 +229,9 @@ class Machine:
         gone_anyway = step.op == Op.UNLOAD
         if step.adapter and not creates and not gone_anyway and step.adapter not in self.held:
             raise UnknownSlot(f"{step.op or step.kind}: there is no slot for {step.adapter}")
+        spilled = step.adapter in self.held and self.held[step.adapter].spilled
+        if spilled and step.kind not in (StepKind.FETCH, StepKind.SPILL) and step.op != Op.UNLOAD:
+            raise NotResident(f"{step.op or step.kind}: {step.adapter} is spilled to disk; fetch it first")
         if needs.live and (self.live != step.adapter or self.held[step.adapter].residency is not Residency.LIVE):
             raise WrongLive(f"{step.op}: {step.adapter} is {self.held[step.adapter].residency}, not live")
 
@@ -320,8 +330,19 @@ class Machine:
             self._clean(held, Residency.RESIDENT)
         return b""
 
+    def _spill(self, step: Step, body: bytes) -> bytes:
+        held = self._expect(step, Residency.OFFLOADED)
+        if not held.spilled:
+            self.engine.spill(step.adapter, self._adapter_facts(step.adapter))
+            held.spilled = True
+        return b""
+
     def _fetch(self, step: Step, body: bytes) -> bytes:
-        raise WorkerFailed("this group does not spill: there is nothing to fetch")
+        held = self._expect(step, Residency.OFFLOADED)
+        if held.spilled:
+            self.engine.fetch(step.adapter)
+            held.spilled = False
+        return b""
 
     def _snapshot(self, step: Step, body: bytes) -> bytes:
         held = self.held[step.adapter]
@@ -470,7 +491,7 @@ _STEPS: dict[StepKind, Callable[[Machine, Step, bytes], bytes]] = {
     StepKind.SWAP: Machine._swap,
     StepKind.FLUSH: Machine._flush,
     StepKind.FETCH: Machine._fetch,
-    StepKind.SPILL: Machine._fetch,
+    StepKind.SPILL: Machine._spill,
     StepKind.SNAPSHOT: Machine._snapshot,
     StepKind.RESTORE: Machine._restore,
     StepKind.WAKE_SAMPLER: Machine._wake_sampler,

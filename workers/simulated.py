@@ -71,12 +71,14 @@ class SimulatedEngine:
         self.parts: set[Part] = set(ALL_PARTS)
         self.moved = 0
         self.snapshots: dict[str, dict[int, Copy]] = {}
+        self.spilled: dict[str, Copy] = {}
 
     def create(self, adapter: str, signature: Signature) -> None:
         self.slots[adapter] = Copy(signature, _hash("seed", encode_body(signature)))
 
     def drop(self, adapter: str) -> None:
-        del self.slots[adapter]
+        self.slots.pop(adapter, None)
+        self.spilled.pop(adapter, None)
         self.device_slots.pop(adapter, None)
 
     def bind(self, adapter: str) -> None:
@@ -200,6 +202,12 @@ class SimulatedEngine:
         if not pending:
             self.slots[adapter] = msgspec.structs.replace(self.slots[adapter], grads="", pending=0)
         return self._facts(adapter)
+
+    def spill(self, adapter: str, facts: AdapterFacts) -> None:
+        self.spilled[adapter] = self.slots.pop(adapter)
+
+    def fetch(self, adapter: str) -> None:
+        self.slots[adapter] = self.spilled.pop(adapter)
 
     def resident_parts(self) -> tuple[Part, ...]:
         return tuple(part for part in ALL_PARTS if part in self.parts)

@@ -71,7 +71,8 @@ def assert_invariants(fleet: Fleet) -> None:
 def run(seed: int, settings: Settings | None = None) -> Synchronous:
     """All tenants together, everything that can go wrong with delivery and workers going wrong."""
     rng = random.Random(seed)
-    spec = msgspec.structs.replace(SIMULATED_SPEC, device_slots=rng.choice((1, 2, 3)))
+    slots = rng.choice((1, 2, 3))
+    spec = msgspec.structs.replace(SIMULATED_SPEC, device_slots=slots, host_slots=rng.choice((slots + 1, 64)))
     policy = rng.choice(("fifo", "round_robin"))
     settings = settings or Settings(policy, turn_requests=rng.choice((1, 3, 8)), snapshot_after_requests=rng.choice((2, 5, 256)))
     mortality = rng.choice((0.0, 0.01, 0.05))

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from state.events import STALE, Part, Step, StepKind
 from state.requests import (
@@ -23,6 +25,7 @@ from state.requests import (
     SaveState,
     SaveWeightsForSampler,
     Signature,
+    Unload,
     encode_body,
 )
 from state.residency import ALL_PARTS
@@ -37,6 +40,16 @@ def batch(number: int, sequences: int = 2, length: int = 12, **options: Any) -> 
     return Forward(tuple(sequence(*random.integers(0, VOCABULARY, length + 1).tolist()) for _ in range(sequences)), **options)
 
 
+FUZZ = {
+    Op.FORWARD: batch(1),
+    Op.FORWARD_BACKWARD: batch(2),
+    Op.OPTIM_STEP: OptimStep(learning_rate=0.01),
+    Op.SAMPLE: Sample(int32([1, 2, 3]), max_tokens=2),
+    Op.CREATE_ADAPTER: CreateAdapter(Signature(2, 4.0)),
+    Op.SAVE_STATE: SaveState("fuzz"),
+    Op.LOAD_STATE: LoadState("fuzz"),
+    Op.UNLOAD: Unload(),
+}
 PROMPT = Sample(int32([1, 2, 3]), num_samples=2, max_tokens=4, seed=9, prompt_logprobs=True)
 
 
@@ -350,6 +363,136 @@ class Conformance:
         assert first.prompt_logprobs.shape == (3,)
         assert code(device.do(StepKind.EXECUTE, self.name(device, "a"), op=Op.FORWARD, body=batch(1))) == "NotResident"
         device.take_back(a)
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_random_schedules_leave_each_adapter_as_if_alone(self, device, seed):
+        """Programs of forward_backwards and optim_steps of three adapters, cut anywhere by swaps, parks, flushes, spills, device slots and
+        prefetches; the seed is the test's name."""
+        rng = random.Random(seed)
+        programs = {n: [rng.choice(("fb", "fb", "step", "forward")) for _ in range(rng.randint(4, 9))] + ["step"] for n in "abc"}
+        ranks = {n: rng.randint(1, 4) for n in programs}
+        control = {}
+        for n, program in programs.items():
+            alone = self.name(device, f"alone-{n}")
+            device.create(alone, ord(n), rank=ranks[n])
+            device.swap(alone)
+            control[n] = [self.one(device, alone, op, i) for i, op in enumerate(program)]
+        names = {n: self.name(device, n) for n in programs}
+        for n in programs:
+            device.create(names[n], ord(n), rank=ranks[n])
+        done = {n: [] for n in programs}
+        residents: set[str] = set()
+        while any(len(done[n]) < len(programs[n]) for n in programs):
+            n = rng.choice([n for n in programs if len(done[n]) < len(programs[n])])
+            me = names[n]
+            if device.live != me:
+                keep = device.live in names.values() and rng.random() < 0.5
+                leaving = device.live
+                device.swap(me, keep=keep)
+                residents.discard(me)
+                if keep:
+                    residents.add(leaving)
+            for _ in range(rng.randint(1, 3)):
+                if len(done[n]) < len(programs[n]):
+                    hint = rng.choice(list(names.values()))
+                    hint = hint if hint != me and hint not in residents and rng.random() < 0.5 else ""
+                    done[n].append(self.one(device, me, programs[n][len(done[n])], len(done[n]), next=hint))
+            self.disturb(device, rng, names, residents)
+        for resident in residents:
+            device.ok(StepKind.OFFLOAD, resident)
+        assert done == control, f"seed {seed}"
+
+    def one(self, device, adapter, op, number, **fields):
+        if op == "step":
+            return device.run(adapter, Op.OPTIM_STEP, OptimStep(learning_rate=0.01 * (number + 1), eps=1e-8, weight_decay=0.1), **fields)
+        return device.run(adapter, Op.FORWARD if op == "forward" else Op.FORWARD_BACKWARD, batch(number), **fields)
+
+    def disturb(self, device, rng, names, residents):
+        """Something between two turns."""
+        away = [a for a in names.values() if a != device.live and a not in residents]
+        what = rng.choice(("nothing", "flush", "sample", "spill", "stage", "unstage"))
+        if what == "flush":
+            device.ok(StepKind.FLUSH, device.live)
+        elif what == "spill" and away:
+            victim = rng.choice(away)
+            device.ok(StepKind.SPILL, victim)
+            device.ok(StepKind.FETCH, victim)
+        elif what == "stage" and away and len(residents) < 2:
+            residents.add(device.ok(StepKind.BACKLOAD, rng.choice(away)).facts.adapters[0].adapter)
+        elif what == "unstage" and residents:
+            device.ok(StepKind.OFFLOAD, residents.pop())
+        elif what == "sample":
+            live = device.live
+            for resident in sorted(residents):
+                device.ok(StepKind.OFFLOAD, resident)
+            residents.clear()
+            device.give_away()
+            device.sample(rng.choice(list(names.values())))
+            device.take_back(live)
+
+    def test_a_spilled_adapter_comes_back_bit_for_bit_and_is_refused_until_then(self, device):
+        a, b, alone = (self.name(device, n) for n in ("a", "b", "alone"))
+        device.create(alone, 1)
+        device.swap(alone)
+        device.train(alone, 1)
+        device.run(alone, Op.FORWARD_BACKWARD, batch(2))
+        control = device.train(alone, 3)
+        device.create(a, 1)
+        device.create(b, 2)
+        device.swap(a)
+        device.train(a, 1)
+        device.run(a, Op.FORWARD_BACKWARD, batch(2))
+        device.swap(b)
+        before = device.ok(StepKind.FLUSH, b).facts.host_bytes
+        facts = device.ok(StepKind.SPILL, a).facts
+        assert facts.adapters[0].spilled
+        assert facts.host_bytes < before
+        assert code(device.do(StepKind.SWAP, a)) == "NotResident"
+        device.ok(StepKind.FETCH, a)
+        device.swap(a)
+        assert device.train(a, 3) == control
+
+    def test_no_sequence_of_calls_reaches_more_than_our_own_errors(self, device):
+        """Random steps with random fields: refused or done, never anything else, and the device still works afterwards."""
+        rng = random.Random(7)
+        names = [self.name(device, n) for n in "ab"]
+        device.create(names[0], 1)
+        allowed = {
+            "NotResident",
+            "PendingUnparked",
+            "WrongLive",
+            "UnknownSlot",
+            "UnknownCheckpoint",
+            "CheckpointExists",
+            "WindowVoided",
+            "",
+        }
+        for _ in range(120):
+            kind = rng.choice(list(StepKind))
+            fields = {"adapter": rng.choice([*names, self.name(device, "nobody"), ""]), "keep": rng.random() < 0.3}
+            if kind in (StepKind.BACKLOAD, StepKind.OFFLOAD):
+                fields["parts"] = tuple(part for part in ALL_PARTS if rng.random() < 0.7)
+                fields["adapter"] = "" if rng.random() < 0.7 else fields["adapter"]
+            if kind is StepKind.EXECUTE:
+                op = rng.choice(list(FUZZ))
+                fields |= {"op": op, "body": FUZZ[op]}
+            if kind in (StepKind.SNAPSHOT, StepKind.RESTORE):
+                fields["version"] = rng.randint(1, 3)
+            if not fields["adapter"] and kind not in (StepKind.BACKLOAD, StepKind.OFFLOAD, StepKind.WAKE_SAMPLER, StepKind.SLEEP_SAMPLER):
+                continue
+            outcome = device.do(kind, fields.pop("adapter"), **fields)
+            assert code(outcome) in allowed, outcome
+        self.settle_down(device)
+        assert self.control(device, self.name(device, "after"), [1, 2]) == self.control(device, self.name(device, "again"), [1, 2])
+
+    def settle_down(self, device):
+        """Back to a device that trains, from wherever a fuzz left it."""
+        device.ok(StepKind.SLEEP_SAMPLER)
+        for n in "ab":
+            device.do(StepKind.OFFLOAD, self.name(device, n))
+        device.ok(StepKind.BACKLOAD, parts=ALL_PARTS)
+        if device.live and device.live != STALE:
+            device.do(StepKind.UNPARK, device.live)
 
     def test_each_adam_parameter_changes_the_update(self, device):
         digests = {}

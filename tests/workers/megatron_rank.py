@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from typing import Any
 
@@ -15,14 +14,8 @@ def group(**options: Any) -> GroupConfig:
     return GroupConfig(**{"max_rank": 8, "model": SMALL, "host_slots": 48, "device_slots": 3, **options})
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def rank(config: GroupConfig, root: str | None = None) -> Any:
-    from workers.megatron.rank import Rank
+    from workers.megatron.rank import Rank, free_port
 
     return Rank(config, 0, "127.0.0.1", free_port(), root or tempfile.mkdtemp(prefix="hd-"))
 

@@ -11,7 +11,7 @@ import pytest
 from scheduler.producer import values
 from state.errors import UnknownLayout
 from state.events import StepKind
-from state.requests import Forward, LoadState, Op, OptimStep, Sample, SaveState
+from state.requests import CreateAdapter, Forward, LoadState, Op, OptimStep, Sample, SaveState, SaveWeightsForSampler, Signature
 from state.residency import ALL_PARTS
 from tests.harness import float32, int32, sequence
 from tests.workers.conformance import Conformance, Device, batch, code
@@ -243,3 +243,135 @@ def test_weights_of_zero_change_nothing(device):
     device.run("t/a", Op.FORWARD_BACKWARD, Forward((nothing,)))
     device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=0.1))
     assert device.run("t/a", Op.FORWARD, batch(2)) == before
+
+
+# --- what the store adds --------------------------------------------------------------------------------------------------
+
+
+def test_bytes_moved_follow_what_happened_since_the_last_switch(hosted, device):
+    """After a forward nothing goes out; after a forward_backward only gradients; after an optim_step masters and moments."""
+    engine = hosted.machine.engine
+    for adapter in ("t/a", "t/b"):
+        device.create(adapter, 1)
+    state = sum(engine.bytes_of[t] for t in engine.kept)
+    grads = sum(engine.bytes_of[t] for t in engine.live.grads)
+    moved = {}
+    device.swap("t/b")
+    for what in ("forward", "forward_backward", "optim_step"):
+        device.swap("t/a")
+        if what == "forward":
+            device.run("t/a", Op.FORWARD, batch(1))
+        elif what == "forward_backward":
+            device.run("t/a", Op.FORWARD_BACKWARD, batch(1))
+        else:
+            device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=0.01))
+        moved[what] = device.swap("t/b").facts.moved_bytes
+    assert moved == {"forward": state, "forward_backward": state + grads, "optim_step": 2 * state}
+
+
+def test_a_prefetched_adapter_is_bound_without_a_copy_in(device):
+    for adapter, seed in (("t/a", 1), ("t/b", 2), ("t/c", 2)):
+        device.create(adapter, seed)
+    device.swap("t/a")
+    device.run("t/a", Op.FORWARD, batch(1), next="t/b")
+    assert device.swap("t/b").facts.moved_bytes == 0
+    prefetched = [device.train("t/b", number) for number in (1, 2)]
+    device.swap("t/c")
+    assert [device.train("t/c", number) for number in (1, 2)] == prefetched
+
+
+def test_a_prefetch_of_a_slot_that_changed_is_forgotten(device):
+    for adapter in ("t/a", "t/b", "t/c"):
+        device.create(adapter, 1)
+    device.swap("t/b")
+    control = device.train("t/b", 1)
+    device.ok(StepKind.FLUSH, "t/b")
+    device.run("t/b", Op.SAVE_STATE, SaveState("one"))
+    device.swap("t/a")
+    device.run("t/a", Op.FORWARD, batch(1), next="t/c")
+    device.run("t/c", Op.LOAD_STATE, LoadState("one", adapter="b"))
+    device.swap("t/c")
+    device.run("t/c", Op.OPTIM_STEP, OptimStep(learning_rate=0.01))
+    device.swap("t/b")
+    assert control
+    again = device.run("t/b", Op.OPTIM_STEP, OptimStep(learning_rate=0.01)).digest
+    device.swap("t/c")
+    device.ok(StepKind.FLUSH, "t/c")
+    assert device.do(StepKind.FLUSH, "t/c").facts.adapters[0].digest == again
+
+
+def test_creating_an_adapter_takes_nothing_new_from_the_system(hosted, device):
+    engine = hosted.machine.engine
+    storage = engine.arena.storage.data_ptr()
+    before = engine.arena.taken_bytes
+    device.create("t/a", 1)
+    assert engine.arena.taken_bytes - before == engine.arena.states.stride
+    assert engine.slots["t/a"].state.untyped_storage().data_ptr() == storage
+    device.run("t/a", Op.UNLOAD)
+    assert engine.arena.taken_bytes == before
+
+
+def test_a_full_host_refuses_by_name(hosted, device):
+    slots = hosted.machine.engine.config.host_slots
+    for number in range(slots):
+        device.create(f"t/{number}", 1)
+    outcome = device.do(StepKind.EXECUTE, "t/more", op=Op.CREATE_ADAPTER, body=CreateAdapter(Signature(2, 4.0)))
+    assert code(outcome) == "OutOfMemory"
+    device.ok(StepKind.SPILL, "t/0")
+    device.create("t/more", 1)
+
+
+def test_storages_are_exchanged_with_every_view_following():
+    import torch
+
+    from workers.megatron.exchange import exchange
+
+    left, right = torch.arange(4.0), torch.arange(4.0) + 10
+    view = left[1:3]
+    exchange(left, right)
+    assert (left.tolist(), right.tolist(), view.tolist()) == ([10, 11, 12, 13], [0, 1, 2, 3], [11, 12])
+    with pytest.raises(ValueError, match="cannot be exchanged"):
+        exchange(left, torch.zeros(5))
+
+
+def test_remainders_hold_every_bit_of_a_master():
+    import torch
+
+    from workers.megatron.fused_adam import join, split
+
+    bits = torch.randint(-(2**31), 2**31 - 1, (10_000,), dtype=torch.int64).to(torch.int32)
+    values_ = bits.view(torch.float32)
+    values_ = values_[torch.isfinite(values_)]
+    high, low = split(values_)
+    assert torch.equal(join(high, low).view(torch.int32), values_.view(torch.int32))
+
+
+def test_the_export_is_what_peft_expects(hosted, device, tmp_path):
+    """Names, shapes and configuration as HF PEFT has them; the parts of the fused update, put together again, are the fused update."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file
+
+    engine = hosted.machine.engine
+    engine.root = tmp_path
+    device.create("t/a", 1, rank=3)
+    device.swap("t/a")
+    device.train("t/a", 1, learning_rate=0.1)
+    device.ok(StepKind.FLUSH, "t/a")
+    device.run("t/a", Op.SAVE_WEIGHTS_FOR_SAMPLER, SaveWeightsForSampler("one"))
+    path = tmp_path / "t/a/sampler_weights/one"
+    settings = json.loads((path / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 3, 6.0)
+    assert {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"} <= set(settings["target_modules"])
+    tensors = load_file(path / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.0.self_attn"
+    fused = engine.parameters["decoder.layers.0.self_attention.linear_qkv.lora_b.weight"].detach()[:, :3].cpu()
+    heads, width = 4, 8
+    parts = [tensors[f"{layer}.{name}.lora_B.weight"].view(heads, width, 3) for name in ("q_proj", "k_proj", "v_proj")]
+    assert torch.equal(torch.cat(parts, 1).reshape(-1, 3), fused)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        a = engine.parameters["decoder.layers.0.self_attention.linear_qkv.lora_a.weight"].detach()[:3].cpu()
+        assert torch.equal(tensors[f"{layer}.{name}.lora_A.weight"], a)
+    assert tensors["base_model.model.lm_head.lora_B.weight"].shape == (64, 3)
+    assert sorted(p.name for p in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "manifest.json"]

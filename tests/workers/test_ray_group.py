@@ -16,7 +16,13 @@ from tests.workers.conformance import Conformance, Device, batch
 from tests.workers.megatron_rank import group
 from workers.ray_group import RayGroup, ray
 
-SHAPES = {"tp2": {"tp": 2}, "dp2": {"dp": 2}, "dp2-bfloat16": {"dp": 2, "dtype": "bfloat16"}}
+SHAPES = {
+    "tp2": {"tp": 2},
+    "dp2-plain": {"dp": 2, "optimizer": "plain"},
+    "dp2-bfloat16-overlap": {"dp": 2, "dtype": "bfloat16", "overlap": True, "bucket_size": 3000},
+    "dp2-precision-aware": {"dp": 2, "dtype": "bfloat16", "optimizer": "precision_aware_remainders"},
+    "tp2-dp2-overlap": {"tp": 2, "dp": 2, "overlap": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def portal():
 
 @pytest.fixture(scope="module", params=SHAPES)
 def hosted(request, portal):
-    config = group(**SHAPES[request.param], host_slots=128, cpus_per_rank=0.5)
+    config = group(**SHAPES[request.param], host_slots=192, cpus_per_rank=0.25)
     made = RayGroup("main", config, fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
     portal.call(made.start, 1)
     made.last, made.epoch = 0, 1

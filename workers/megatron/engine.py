@@ -37,7 +37,7 @@ from state.requests import (
 )
 from workers import checkpoints
 from workers.group_config import GroupConfig
-from workers.megatron import layouts, losses, optimizers, shards
+from workers.megatron import layouts, losses, optimizers, peft, shards
 from workers.megatron.arena import Arena
 from workers.megatron.exchange import exchange
 from workers.megatron.model import LoraLinear, build, initial_value, lora_parameters, transformer_config
@@ -100,6 +100,7 @@ class MegatronEngine:
         self.copying_out, self.copying_in = torch.cuda.Stream(), torch.cuda.Stream()
         self.never_stepped = layouts.group_steps(self.optimizer)
         self.slots: dict[str, Slot] = {}
+        self.spilled: dict[str, Slot] = {}
         self.device_slots: dict[str, list[torch.Tensor]] = {}
         self.bound: Slot | None = None
         self.sampler = self._build_sampler()
@@ -116,6 +117,7 @@ class MegatronEngine:
             dp=self.dp,
             device_slots=config.device_slots,
             host_slots=config.host_slots,
+            max_adapters=config.max_adapters,
         )
 
     def _build_sampler(self) -> Sampler:
@@ -165,7 +167,11 @@ class MegatronEngine:
         return values
 
     def drop(self, adapter: str) -> None:
-        slot = self.slots.pop(adapter)
+        slot = self.slots.pop(adapter, None)
+        if slot is None:
+            self.spilled.pop(adapter, None)
+            return
+        self._forget_staged(slot)
         self._drop_grads(slot)
         self.arena.states.give(slot.state)
         self.device_slots.pop(adapter, None)
@@ -511,10 +517,24 @@ class MegatronEngine:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts) -> SaveResult:
-        tensors = self._named(adapter) if kind == "sampler_weights" else self._whole(self.slots[adapter])
         path = self.root / adapter / kind / name
+        if kind == "sampler_weights":
+            digest = self._together(lambda: self._export(adapter, path, facts))
+            return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", digest)
+        tensors = self._whole(self.slots[adapter])
         digest = self._together(lambda: shards.save(self, facts, path, kind, tensors, overwrite))
         return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", digest)
+
+    def _export(self, adapter: str, path: Path, facts: AdapterFacts) -> str:
+        """The sampler's copy: what HF PEFT and the engines that follow it load. Tensor-parallel shards are gathered to rank 0."""
+        named = self._named(adapter) if self.dp_rank == 0 else {}
+        everyone = [one for one in self._gather_world(named) if one]
+        files = peft.files(everyone, self.config, self.slots[adapter].signature, self.rows()) if dist.get_rank() == 0 else {}
+        return shards.export(self, facts, path, files)
+
+    def rows(self) -> set[str]:
+        """Modules around a row-parallel base: their A is sharded by its input."""
+        return {name for name, module in self.loras.items() if module.row}
 
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
         return self._fill(adapter, self.root / source / "weights" / name, optimizer=optimizer, pending=False)
@@ -524,6 +544,27 @@ class MegatronEngine:
         self._together(lambda: shards.save(self, facts, path, "snapshot", self._whole(self.slots[adapter]), True))
         if dist.get_rank() == 0:
             checkpoints.forget_snapshots(path.parent, {str(version), str(keep)})
+
+    def spill(self, adapter: str, facts: AdapterFacts) -> None:
+        slot = self.slots[adapter]
+        path = self.root / adapter / "spill"
+        self._together(lambda: shards.save(self, facts, path, "spill", self._whole(slot), True))
+        self._forget_staged(slot)
+        self._drop_grads(slot)
+        self.arena.states.give(slot.state)
+        self.spilled[adapter] = self.slots.pop(adapter)
+
+    def fetch(self, adapter: str) -> None:
+        slot = self.spilled[adapter]
+        slot.state = self.arena.states.take()
+        self.slots[adapter] = slot
+        try:
+            self._fill(adapter, self.root / adapter / "spill", optimizer=True, pending=True)
+        except BaseException:
+            self._drop_grads(slot)
+            self.arena.states.give(self.slots.pop(adapter).state)
+            raise
+        del self.spilled[adapter]
 
     def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
         return self._fill(adapter, self.root / adapter / "snapshot" / str(version), optimizer=True, pending=pending)

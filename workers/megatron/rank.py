@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 
 COLLECTIVE_TIMEOUT_S = 120  # a rank that waits longer for another one gives up with an error instead of hanging
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Rank:

@@ -57,6 +57,21 @@ def save(engine: MegatronEngine, facts: AdapterFacts, final: Path, kind: str, te
     return str(digest)
 
 
+def export(engine: MegatronEngine, facts: AdapterFacts, final: Path, files: dict[str, bytes]) -> str:
+    """Rank 0's `files`, with a manifest; immutable once visible."""
+
+    def write() -> str:
+        aside = checkpoints.begin(final)
+        written = {name: checkpoints.write_shard(aside, name, data) for name, data in files.items()}
+        signature = msgspec.to_builtins(engine.slots[facts.adapter].signature)
+        known = {"optimizer_step": facts.optimizer_step}
+        return checkpoints.commit(
+            aside, final, checkpoints.Manifest(facts.adapter, "sampler_weights", signature, _layout(engine), known, written)
+        )
+
+    return str(_on_rank_0(write))
+
+
 def load(engine: MegatronEngine, path: Path) -> tuple[checkpoints.Manifest, dict[str, torch.Tensor]]:
     """This rank's verified shard. Raises `UnknownCheckpoint` or `BadCheckpoint`."""
     manifest = checkpoints.read_manifest(path)
