@@ -10,7 +10,8 @@ LORA_TARGETS = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A megatron-core GPT. `init_std` 0 means 1/sqrt(hidden_size), `head_dim` 0 hidden_size/heads, `kv_heads` 0 as many as heads. The base is drawn from `seed` and frozen."""
+    """A megatron-core GPT, its base drawn from `seed` and frozen. Zeros stand for: `init_std` 1/sqrt(hidden_size), `head_dim`
+    hidden_size/heads, `kv_heads` as many as heads."""
 
     name: str = "tiny-gpt"
     layers: int = 2

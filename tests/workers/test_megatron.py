@@ -256,7 +256,9 @@ def test_bytes_moved_follow_what_happened_since_the_last_switch(hosted, device):
     state = sum(engine.bytes_of[t] for t in engine.kept)
     grads = sum(engine.bytes_of[t] for t in engine.live.grads)
     moved = {}
-    device.swap("t/b")
+    for adapter in ("t/a", "t/b"):  # a fresh adapter is its seed: nothing is copied in for it
+        device.swap(adapter)
+        device.run(adapter, Op.OPTIM_STEP, OptimStep(learning_rate=0.01))
     for what in ("forward", "forward_backward", "optim_step"):
         device.swap("t/a")
         if what == "forward":

@@ -12,7 +12,13 @@ from tests.workers.test_megatron import fresh_device
 
 def test_an_adapters_randomness_is_its_own():
     dropping = rank(group(model=msgspec.structs.replace(SMALL, dropout=0.2)))
+    try:
+        check_randomness(dropping)
+    finally:
+        dropping.leave()
 
+
+def check_randomness(dropping):
     def alone(seed):
         device = fresh_device(dropping)
         device.create("t/a", seed)
@@ -30,7 +36,6 @@ def test_an_adapters_randomness_is_its_own():
         for seed in seen:
             device.swap(f"t/{seed}")
             seen[seed].append(device.train(f"t/{seed}", 1))
-    dropping.leave()
     assert seen == control
 
 
@@ -39,14 +44,18 @@ def test_an_adapter_in_a_larger_group_equals_one_in_a_group_of_its_own_rank():
 
     def trained(max_rank):
         made = rank(group(max_rank=max_rank))
+        try:
+            return weights_after(made)
+        finally:
+            made.leave()
+
+    def weights_after(made):
         device = Device(made.machine.apply)
         device.create("t/a", 1, rank=4, targets=("linear_qkv", "linear_fc2"))
         device.swap("t/a")
         for number in range(4):
             device.train("t/a", number)
-        named = {n: p.detach().clone() for n, p in made.machine.engine.parameters.items()}
-        made.leave()
-        return named
+        return {n: p.detach().clone() for n, p in made.machine.engine.parameters.items()}
 
     own, padded = trained(4), trained(8)
     for name, weights in own.items():

@@ -54,7 +54,15 @@ class Slot:
         self.state = state
         self.group_steps = group_steps  # FusedAdam's; absent is not zero
         self.grads: torch.Tensor | None = None
-        self.rng: torch.Tensor | None = None
+        self.fresh = False  # nothing was written yet: its state is what the seed says
+        self.written: torch.cuda.Event | None = None  # a copy into the slot that may still be under way
+        self.rng: dict[str, torch.Tensor] | None = None
+
+    def settle(self) -> None:
+        """Waits until what was last written to the slot is there."""
+        if self.written is not None:
+            self.written.synchronize()
+            self.written = None
 
 
 class MegatronEngine:
@@ -135,34 +143,41 @@ class MegatronEngine:
     # --- slots ----------------------------------------------------------------------------------------------------
 
     def create(self, adapter: str, signature: Signature) -> None:
-        """Fills a slot from the seed. Takes memory from the arena only."""
+        """Takes memory from the arena and writes none: a fresh adapter is its seed until something has to be kept."""
         slot = Slot(signature, self.arena.states.take(), self.never_stepped)
-        slot.state.zero_()
+        slot.fresh = True
+        if self.config.model.dropout:
+            slot.rng = shards.seeded_rng(signature.seed, self.tp_rank)
+        self.slots[adapter] = slot
+
+    def _materialise(self, slot: Slot) -> None:
+        slot.settle()
+        if slot.fresh:
+            self._draw(slot.signature, self._pieces(slot.state, self.kept))
+            slot.fresh = False
+
+    def _draw(self, signature: Signature, pieces: list[torch.Tensor]) -> None:
+        """A new adapter's state: weights and masters from the seed, everything else as before a first step."""
+        named = dict(zip(self._names(), pieces, strict=True))
+        for name, piece in named.items():
+            piece.fill_(1) if name.startswith("scale_") else piece.zero_()
         values = self._initial_values(signature)
-        pieces = dict(zip(self._names(), self._pieces(slot.state, self.kept), strict=True))
         if not self.live.runs:
             for parameter, value in values.items():
                 index, offset = layouts.place(parameter, self.live.weights)
-                pieces[f"weights.{index}"][offset : offset + value.numel()] = value.flatten()
+                named[f"weights.{index}"][offset : offset + value.numel()] = value.flatten()
         for master in self.live.masters:
-            piece = pieces[master.kind]
+            piece = named[master.kind]
             if piece.dtype is not torch.int16:  # a remainder of a value that bf16 holds exactly is zero
                 length = master.end - master.start
                 piece[master.flat : master.flat + length] = values[master.parameter].flatten()[master.start : master.end]
-        for name, piece in pieces.items():
-            if name.startswith("scale_"):
-                piece.fill_(1.0)
-        if self.config.model.dropout:
-            slot.rng = shards.seeded_rng(signature.seed)
-        self.slots[adapter] = slot
 
     def _initial_values(self, signature: Signature) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """fp32 shard of each trainable parameter, rounded to the weights' dtype: a master is the fp32 value of the weight it starts
-        with."""
+        """fp32 shard of each trainable parameter, on the device, rounded to the weights' dtype: a master is its weight's fp32 value."""
         values = {}
         for name, parameter in self.parameters.items():
             module = self.loras[name.rpartition(".lora_")[0]]
-            value = initial_value(name, parameter, module, signature, self.tp_rank, self.config.tp)
+            value = initial_value(name, parameter, module, signature, self.tp_rank, self.config.tp, self.device)
             values[parameter] = value.to(parameter.dtype).float()
         return values
 
@@ -172,6 +187,7 @@ class MegatronEngine:
             self.spilled.pop(adapter, None)
             return
         self._forget_staged(slot)
+        slot.settle()
         self._drop_grads(slot)
         self.arena.states.give(slot.state)
         self.device_slots.pop(adapter, None)
@@ -198,9 +214,12 @@ class MegatronEngine:
         fetched = mine is not None
         mine = mine or self.spare or self._new_set()
         self.spare = mine
+        torch.cuda.current_stream().wait_stream(self.copying_out)  # the spare set may still be read by the copy out before
         self._exchange(mine)  # `mine` now holds the outgoing adapter
         with self._beside(self.copying_out):
             self._save(leaving, mine, state=state, grads=grads)
+            leaving.written = torch.cuda.Event()
+            leaving.written.record()
         if not fetched:
             with self._beside(self.copying_in):
                 self._fill_set(slot, [*self.kept, *self.live.grads])
@@ -262,7 +281,11 @@ class MegatronEngine:
             yield
 
     def _fill_set(self, slot: Slot, mine: list[torch.Tensor]) -> None:
-        self._copy(self._pieces(slot.state, self.kept), mine[: len(self.kept)])
+        if slot.fresh:
+            self._draw(slot.signature, mine[: len(self.kept)])
+        else:
+            slot.settle()
+            self._copy(self._pieces(slot.state, self.kept), mine[: len(self.kept)])
         gradients = mine[len(self.kept) :]
         if slot.grads is not None:
             self._copy(self._pieces(slot.grads, self.live.grads), gradients)
@@ -272,7 +295,9 @@ class MegatronEngine:
 
     def _save(self, slot: Slot, mine: list[torch.Tensor], *, state: bool, grads: bool) -> None:
         self._forget_staged(slot)
+        slot.settle()
         if state:
+            slot.fresh = False
             self._copy(mine[: len(self.kept)], self._pieces(slot.state, self.kept))
         if grads:
             if slot.grads is None:
@@ -292,13 +317,13 @@ class MegatronEngine:
             slot.grads = None
 
     def _bound(self, slot: Slot) -> None:
-        """The live storages hold `slot`'s adapter: what is not a storage follows."""
-        self._synchronize()
+        """The live storages hold `slot`'s adapter, as soon as the copies in are done: what is not a storage follows. Gradient views of the
+        adapter before are gone: `discard` ends every step."""
+        torch.cuda.current_stream().wait_stream(self.copying_in)
         self.bound = slot
         if self.live.runs:
             self._derive(self.live.state["master"], self.live.weights)
         layouts.set_group_steps(self.optimizer, slot.group_steps)
-        self.optimizer.zero_grad()  # no gradient view of the adapter before may reach a step
         self.scale.value = slot.signature.alpha / slot.signature.rank
 
     def _derive(self, masters: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> None:
@@ -315,6 +340,7 @@ class MegatronEngine:
 
     def _weights_of(self, slot: Slot) -> tuple[torch.Tensor, ...]:
         """A slot's weights, whole, on the device: kept or derived."""
+        self._materialise(slot)
         pieces = dict(zip(self._names(), self._pieces(slot.state, self.kept), strict=True))
         if not self.live.runs:
             return tuple(pieces[f"weights.{index}"] for index in range(len(self.live.weights)))
@@ -527,8 +553,8 @@ class MegatronEngine:
 
     def _export(self, adapter: str, path: Path, facts: AdapterFacts) -> str:
         """The sampler's copy: what HF PEFT and the engines that follow it load. Tensor-parallel shards are gathered to rank 0."""
-        named = self._named(adapter) if self.dp_rank == 0 else {}
-        everyone = [one for one in self._gather_world(named) if one]
+        named = self._named(adapter)  # on every rank: sharded masters are gathered for it
+        everyone = [one for one in self._gather_world(named if self.dp_rank == 0 else {}) if one]
         files = peft.files(everyone, self.config, self.slots[adapter].signature, self.rows()) if dist.get_rank() == 0 else {}
         return shards.export(self, facts, path, files)
 
@@ -578,6 +604,8 @@ class MegatronEngine:
             raise BadCheckpoint(f"checkpoint {path.name!r} has rank {signature.rank} and targets {list(signature.targets)}")
         slot = old or Slot(signature, self.arena.states.take(), self.never_stepped)
         self.slots[adapter] = slot
+        slot.settle()
+        slot.fresh = False
         self._forget_staged(slot)
         names = self._names()
         pieces = dict(zip(names, self._pieces(slot.state, self.kept), strict=True))
@@ -592,7 +620,7 @@ class MegatronEngine:
             slot.grads = self.arena.grads.take()
             for index, piece in enumerate(self._pieces(slot.grads, self.live.grads)):
                 piece.copy_(tensors[f"grads.{index}"])
-        slot.rng = tensors.get("rng")
+        slot.rng = {name[4:]: tensor for name, tensor in tensors.items() if name.startswith("rng.")} or None
         steps = tuple(manifest.facts["group_steps"])
         slot.group_steps = steps if optimizer else self.never_stepped
         step, digest = manifest.facts["optimizer_step"], manifest.facts["digest"]
@@ -602,11 +630,12 @@ class MegatronEngine:
         return [*(() if self.live.runs else (f"weights.{i}" for i in range(len(self.live.weights)))), *self.live.state]
 
     def _whole(self, slot: Slot) -> dict[str, torch.Tensor]:
+        self._materialise(slot)
         tensors = dict(zip(self._names(), self._pieces(slot.state, self.kept), strict=True))
         if slot.grads is not None:
             tensors |= {f"grads.{i}": piece for i, piece in enumerate(self._pieces(slot.grads, self.live.grads))}
         if slot.rng is not None:
-            tensors["rng"] = slot.rng
+            tensors |= {f"rng.{name}": state for name, state in slot.rng.items()}
         return tensors
 
     def _named(self, adapter: str) -> dict[str, torch.Tensor]:

@@ -248,7 +248,9 @@ def _materialised(inner: torch.optim.Optimizer, key: torch.Tensor) -> dict[str, 
             wants = "store_param_remainders" in inspect.signature(initialize).parameters
             initialize(key, *([getattr(inner, "store_param_remainders", False)] if wants else []))
         elif isinstance(inner, torch.optim.Adam):
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            group = next(group for group in inner.param_groups if any(one is key for one in group["params"]))
+            on_device = group.get("capturable") or group.get("fused")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=key.device if on_device else "cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(key), torch.zeros_like(key)
     state = inner.state[key]
     if set(state) - {"step", "master_param"} != {"exp_avg", "exp_avg_sq"}:

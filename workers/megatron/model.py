@@ -121,18 +121,20 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def initial_value(name: str, parameter: nn.Parameter, module: LoraLinear, signature: Signature, tp_rank: int, tp: int) -> torch.Tensor:
+def initial_value(
+    name: str, parameter: nn.Parameter, module: LoraLinear, signature: Signature, tp_rank: int, tp: int, device: torch.device
+) -> torch.Tensor:
     """fp32 value of one LoRA parameter's shard for a new adapter: A gaussian with std 1/sqrt(in), B zero (Hu et al. 2021), drawn at the
     adapter's own rank from (seed, name), so that it depends neither on the group's largest rank nor on other adapters."""
     is_a = ".lora_a." in name
     base: Any = module.base
     max_rank = int(module.lora_b.input_size)
-    full = torch.zeros(max_rank, int(base.input_size)) if is_a else torch.zeros(int(base.output_size), max_rank)
+    full = torch.zeros((max_rank, int(base.input_size)) if is_a else (int(base.output_size), max_rank), device=device)
     target = name.split(".lora_")[0].rpartition(".")[2]
     if is_a and (not signature.targets or target in signature.targets):
         seed = int.from_bytes(hashlib.sha256(f"{signature.seed}/{name}".encode()).digest()[:8], "little") >> 1
-        generator = torch.Generator().manual_seed(seed)
-        full[: signature.rank] = torch.randn(signature.rank, full.shape[1], generator=generator) / math.sqrt(full.shape[1])
+        generator = torch.Generator(device).manual_seed(seed)
+        full[: signature.rank] = torch.randn(signature.rank, full.shape[1], generator=generator, device=device) / math.sqrt(full.shape[1])
     dimension = 1 if is_a and module.row else 0
     shard = full.chunk(tp, dim=dimension)[tp_rank]
     assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
@@ -20,6 +21,7 @@ from workers import checkpoints
 if TYPE_CHECKING:
     from workers.megatron.engine import MegatronEngine
 
+DEFAULT_RNG = "default"
 FINGERPRINT_CHUNK = 4 * 2**20  # elements; bounds the temporary int64 copy
 
 
@@ -112,20 +114,23 @@ def _on_rank_0(work: Any) -> Any:
     return outcome[0]
 
 
-def seeded_rng(seed: int) -> torch.Tensor:
-    """The state of a fresh generator of that device."""
-    state: torch.Tensor = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed).get_state()
-    return state
+def seeded_rng(seed: int, tp_rank: int) -> dict[str, torch.Tensor]:
+    """Fresh generator states: the default one, and Megatron's tracker's, which differ by tensor-parallel rank as Megatron seeds them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    states = {name: torch.Generator(device).manual_seed(seed + 2718 + tp_rank).get_state() for name in get_cuda_rng_tracker().get_states()}
+    return {DEFAULT_RNG: torch.Generator(device).manual_seed(seed).get_state(), **states}
 
 
-def get_rng() -> torch.Tensor:
-    """uint8 state of the default generator of the device that dropout draws from."""
-    state: torch.Tensor = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-    return state
+def get_rng() -> dict[str, torch.Tensor]:
+    """uint8 states of the generators that dropout draws from."""
+    default = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    return {DEFAULT_RNG: default.clone(), **{name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}}
 
 
-def set_rng(state: torch.Tensor) -> None:
+def set_rng(states: dict[str, torch.Tensor]) -> None:
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name: state for name, state in states.items() if name != DEFAULT_RNG})
     if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
+        torch.cuda.set_rng_state(states[DEFAULT_RNG])
     else:
-        torch.set_rng_state(state)
+        torch.set_rng_state(states[DEFAULT_RNG])
