@@ -1,0 +1,189 @@
+"""`kill -9` of a worker, of the daemon and of the server while tenants train on real Megatron workers.
+
+Every answer and every bit must be as in an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+import redis
+
+from scheduler.embedded import EmbeddedServer
+from scheduler.producer import Producer, datum
+from state.requests import CreateAdapter, Forward, Op, OptimStep, Signature
+from tests.workers.conformance import Device
+
+ROOT = Path(__file__).parents[1]
+STEPS = 24
+TENANTS = {"ada": (4, 1), "brook": (8, 2)}  # rank, seed
+CONFIG = """
+[fleet]
+name = "kills"
+[redis]
+lease_ms = 1500
+[limits]
+snapshot_after_requests = 12
+[groups.main]
+max_rank = 8
+[groups.main.model]
+layers = 2
+hidden_size = 32
+heads = 4
+ffn_hidden_size = 64
+vocab_size = 64
+max_sequence_tokens = 64
+"""
+
+
+def data(seed: int, step: int):
+    tokens = random.Random(f"{seed}/{step}").choices(range(64), k=17)
+    return [datum(tokens[:-1], tokens[1:])]
+
+
+ADAM = {"learning_rate": 0.02, "eps": 1e-8}
+
+
+def undisturbed() -> dict[str, list[str]]:
+    """The same programs on a rank in a process of its own."""
+    code = "import tests.test_real_kills as t; t.print_undisturbed()"
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def print_undisturbed() -> None:
+    from scheduler.config import load
+    from workers.megatron.rank import Rank, free_port
+
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"kills-{os.getpid()}.toml"
+    path.write_text(CONFIG)
+    device = Device(Rank(load(path, {}).groups["main"], 0, "127.0.0.1", free_port(), "/nonexistent").machine.apply)
+    path.unlink()
+    digests = {}
+    for tenant, (rank, seed) in TENANTS.items():
+        device.run(tenant, Op.CREATE_ADAPTER, CreateAdapter(Signature(rank, 2.0 * rank, (), seed)))
+        device.swap(tenant)
+        digests[tenant] = []
+        for step in range(STEPS):
+            device.run(tenant, Op.FORWARD_BACKWARD, Forward(tuple(data(seed, step))))
+            digests[tenant].append(device.run(tenant, Op.OPTIM_STEP, OptimStep(**ADAM)).digest)
+    print(json.dumps(digests))
+
+
+class Fleet:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = directory / "kills.toml"
+        self.config.write_text(CONFIG)
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "ops.cli", "up", "--config", str(self.config), "--data-dir", str(self.directory)]
+        with open(self.directory / "daemon.log", "ab") as log:
+            self.daemon = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def log(self) -> str:
+        return (self.directory / "daemon.log").read_text()
+
+    def workers(self) -> list[int]:
+        found = subprocess.run(["pgrep", "-f", "ray::RankActor"], capture_output=True, text=True).stdout.split()
+        return [int(pid) for pid in found if self._ours(int(pid))]
+
+    def _ours(self, pid: int) -> bool:
+        """Ray's workers are the daemon's grandchildren; those of other tests are not."""
+        try:
+            while pid > 1:
+                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                if pid == self.daemon.pid:
+                    return True
+        except OSError:
+            pass
+        return False
+
+    def kill_worker(self) -> None:
+        for pid in self.workers()[:1]:
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_server(self) -> None:
+        with redis.Redis(unix_socket_path=str(EmbeddedServer(self.directory).socket)) as client:
+            os.kill(client.info("server")["process_id"], signal.SIGKILL)
+
+    def kill_daemon(self) -> None:
+        """And its local Ray with it, as a reboot would."""
+        os.killpg(self.daemon.pid, signal.SIGKILL)
+        self.daemon.wait()
+        self.start()
+
+
+async def train(url: str, tenant: str, progress: dict[str, int]) -> list[str]:
+    rank, seed = TENANTS[tenant]
+    digests = []
+    async with Producer.connect(url, fleet="kills", tenant=tenant) as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=rank, seed=seed)
+        for step in range(STEPS):
+            forward = await poet.forward_backward(data(seed, step))
+            update = await (await poet.optim_step(**ADAM))
+            await forward
+            assert update.optimizer_step == step + 1
+            digests.append(update.digest)
+            progress[tenant] = step + 1
+    return digests
+
+
+async def disturbed(fleet: Fleet, seed: int) -> dict[str, list[str]]:
+    rng = random.Random(seed)
+    progress = dict.fromkeys(TENANTS, 0)
+    seen: dict[str, list[str]] = {}
+
+    async def run(tenant: str) -> None:
+        seen[tenant] = await train(EmbeddedServer(fleet.directory).url, tenant, progress)
+
+    async def killers() -> None:
+        for index, kill in enumerate((fleet.kill_worker, fleet.kill_server, fleet.kill_daemon)):
+            due = rng.randint(2, 5) + 6 * index
+            while progress["ada"] < due:
+                await anyio.sleep(0.02)
+            await anyio.sleep(rng.random() * 0.2)
+            print(f"seed {seed}: {kill.__name__} at step {progress}")
+            kill()
+
+    async with anyio.create_task_group() as tasks:
+        for tenant in TENANTS:
+            tasks.start_soon(run, tenant)
+        tasks.start_soon(killers)
+    return seen
+
+
+@pytest.mark.timeout(240)
+def test_killing_a_worker_the_server_and_the_daemon_changes_no_bit(short_tmp):
+    seed = int(os.environ.get("HOTDESK_SEED", time.time_ns() % 100_000))
+    print(f"seed {seed}")
+    control = undisturbed()
+    fleet = Fleet(short_tmp)
+    try:
+        deadline = time.monotonic() + 90
+        while "workers_joined" not in fleet.log():
+            assert time.monotonic() < deadline, fleet.log()
+            time.sleep(0.1)
+        seen = anyio.run(disturbed, fleet, seed)
+        assert seen == control, f"seed {seed}"
+        log = fleet.log()
+        assert "workers_lost" in log
+        assert "server_away" in log
+        assert '"epoch": 2' in log
+    finally:
+        fleet.daemon.send_signal(signal.SIGTERM)
+        fleet.daemon.wait(60)
+    command = [sys.executable, "-m", "ops.cli", "replay", "--verify", "--config", str(fleet.config), "--data-dir", str(short_tmp)]
+    verified = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stdout
