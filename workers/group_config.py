@@ -31,7 +31,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker group. `targets`: modules that may carry LoRA. `device_slots`: adapters on the device at once, the live one included."""
+    """One worker group. `targets`: modules that may carry LoRA. `device_slots`: adapters on the device at once, the live one included;
+    `device_bytes`, `host_bytes`: byte budgets a rank for adapters, instead of counting them; 0 means that the counts hold."""
 
     backend: Literal["megatron", "simulated"] = "megatron"
     tp: int = 1
@@ -44,6 +45,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bucket_size: int = 0
     device_slots: int = 2
     host_slots: int = 64
+    device_bytes: int = 0
+    host_bytes: int = 0
     max_adapters: int = 1024
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0

@@ -132,6 +132,7 @@ class Bench:
                 engine.drop(f"new{made[0]}")
 
         rows.append({"transition": "create", "bytes": state, "ms": self.time_ms(create, forget)})
+        rows += self.durable()
         rows.append(
             {
                 "transition": "(a) per-tensor, out then in, everything",
@@ -149,6 +150,42 @@ class Bench:
             }
         )
         return rows
+
+    def durable(self) -> list[dict[str, Any]]:
+        """A snapshot and a sampler's export from the host slot, beside writing as many bytes to a synced file."""
+        import os
+
+        from state.events import AdapterFacts
+
+        engine, count = self.engine, [0]
+        facts = AdapterFacts("c", "offloaded")
+
+        def snapshot() -> None:
+            count[0] += 1
+            engine.snapshot("c", count[0], 0, facts)
+
+        def export() -> None:
+            count[0] += 1
+            engine.save("c", f"e{count[0]}", "sampler_weights", False, facts)
+
+        def plain(nbytes: int) -> Callable[[], None]:
+            data = bytes(nbytes)
+
+            def act() -> None:
+                with open(engine.root / "plain", "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+            return act
+
+        weights = 2 * self.parameters
+        return [
+            {"transition": "snapshot", "bytes": engine.state_bytes, "ms": self.time_ms(snapshot)},
+            {"transition": "as many bytes to a synced file", "bytes": engine.state_bytes, "ms": self.time_ms(plain(engine.state_bytes))},
+            {"transition": "export for a sampler (PEFT)", "bytes": weights, "ms": self.time_ms(export)},
+            {"transition": "as many bytes to a synced file", "bytes": weights, "ms": self.time_ms(plain(weights))},
+        ]
 
     def prefetched(self, leaving: str) -> float:
         """What the next tenant waits for: each round prefetches, waits until it is there, and times the switch up to the moment when

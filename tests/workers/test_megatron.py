@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scheduler.producer import values
-from state.errors import UnknownLayout
+from state.errors import OutOfMemory, UnknownLayout
 from state.events import StepKind
 from state.requests import CreateAdapter, Forward, LoadState, Op, OptimStep, Sample, SaveState, SaveWeightsForSampler, Signature
 from state.residency import ALL_PARTS
@@ -377,3 +377,28 @@ def test_the_export_is_what_peft_expects(hosted, device, tmp_path):
         assert torch.equal(tensors[f"{layer}.{name}.lora_A.weight"], a)
     assert tensors["base_model.model.lm_head.lora_B.weight"].shape == (64, 3)
     assert sorted(p.name for p in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "manifest.json"]
+
+
+def test_a_byte_budget_decides_how_many_adapters_stay(hosted):
+    from workers.megatron.engine import MegatronEngine
+
+    assert MegatronEngine._within("device_bytes", 0, 100) == 0
+    assert MegatronEngine._within("device_bytes", 350, 100) == 3
+    with pytest.raises(OutOfMemory, match="host_bytes 99"):
+        MegatronEngine._within("host_bytes", 99, 100)
+
+
+def test_stubs_in_a_chain_own_nothing(hosted):
+    """Megatron chains an empty optimizer for kinds of parameters that a rank has none of."""
+    from types import SimpleNamespace
+
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    from workers.megatron import layouts
+
+    engine = hosted.machine.engine
+    real = layouts.members(engine.optimizer)
+    stub = SimpleNamespace(is_stub_optimizer=True, optimizer=None, model_chunks=[], config=real[0].config)
+    chain = ChainedOptimizer([*real, stub])
+    assert layouts.members(chain) == real
+    assert layouts.group_steps(chain) == layouts.group_steps(engine.optimizer)

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from state.errors import BadCheckpoint, HotdeskError, WorkerFailed, error_from
+from state.errors import BadCheckpoint, HotdeskError, OutOfMemory, WorkerFailed, error_from
 from state.events import AdapterFacts, GroupSpec, Part
 from state.requests import (
     Datum,
@@ -38,7 +38,7 @@ from state.requests import (
 from workers import checkpoints
 from workers.group_config import GroupConfig
 from workers.megatron import layouts, losses, optimizers, peft, shards
-from workers.megatron.arena import Arena
+from workers.megatron.arena import Arena, aligned
 from workers.megatron.exchange import exchange
 from workers.megatron.model import LoraLinear, build, initial_value, lora_parameters, transformer_config
 from workers.megatron.sampler import Sampler, causal_mask
@@ -102,7 +102,10 @@ class MegatronEngine:
         self.bytes_of = {tensor: tensor.numel() * tensor.element_size() for tensor in (*self.kept, *self.live.grads)}
         self.state_bytes = sum(_aligned(self.bytes_of[t]) for t in self.kept)
         self.grad_bytes = sum(_aligned(self.bytes_of[t]) for t in self.live.grads)
-        self.arena = Arena(self.state_bytes, self.grad_bytes, config.host_slots, pinned=device.type == "cuda")
+        set_bytes = self.state_bytes + self.grad_bytes
+        self.device_slots_most = self._within("device_bytes", config.device_bytes, set_bytes) or config.device_slots
+        host_slots = self._within("host_bytes", config.host_bytes, aligned(self.state_bytes) + aligned(self.grad_bytes))
+        self.arena = Arena(self.state_bytes, self.grad_bytes, host_slots or config.host_slots, pinned=device.type == "cuda")
         self.staged: dict[str, list[torch.Tensor]] = {}
         self.spare: list[torch.Tensor] | None = None
         self.copying_out, self.copying_in = torch.cuda.Stream(), torch.cuda.Stream()
@@ -123,10 +126,17 @@ class MegatronEngine:
             base_model=config.model.name,
             tp=config.tp,
             dp=self.dp,
-            device_slots=config.device_slots,
-            host_slots=config.host_slots,
+            device_slots=self.device_slots_most,
+            host_slots=self.arena.states.count,
             max_adapters=config.max_adapters,
         )
+
+    @staticmethod
+    def _within(key: str, budget_bytes: int, adapter_bytes: int) -> int:
+        """How many adapters a byte budget holds; 0 where there is none. Raises `OutOfMemory` where it holds not even one."""
+        if budget_bytes and budget_bytes < adapter_bytes:
+            raise OutOfMemory(f"{key} {budget_bytes} is less than one adapter's {adapter_bytes} bytes")
+        return budget_bytes // adapter_bytes
 
     def _build_sampler(self) -> Sampler:
         """Its LoRA parameters get the trainer's own layout, so that publishing is one copy per storage."""
