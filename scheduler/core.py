@@ -54,6 +54,7 @@ from state.events import (
     WorkersLost,
 )
 from state.fleet import Adapter, Fleet, Group, apply, gap_error, gap_expired
+from state.invariants import violated
 from state.log import Commit, Entry, Result
 from state.plan import plan, plan_leave
 from state.requests import (
@@ -156,6 +157,8 @@ class Core:
         self._expire_gaps()
         for group in self.fleet.groups.values():
             self._schedule(group)
+            wrong = violated(self.fleet, group)
+            assert not wrong, f"group {group.name}: {'; '.join(wrong)}"
         return self._batch
 
     @property

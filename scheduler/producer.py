@@ -126,8 +126,9 @@ class Producer:
 
     @staticmethod
     @asynccontextmanager
-    async def connect(url: str, *, fleet: str, tenant: str) -> AsyncIterator[Producer]:
-        store = RedisLog.connect(url, fleet)
+    async def connect(url: str, *, fleet: str, tenant: str, wait_aof_ms: int = 0) -> AsyncIterator[Producer]:
+        """`wait_aof_ms`: see `RedisLog.connect`; not needed with `appendfsync always`."""
+        store = RedisLog.connect(url, fleet, wait_aof_ms=wait_aof_ms)
         try:
             async with Producer.over(store, tenant) as producer:
                 yield producer

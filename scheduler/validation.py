@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from state.errors import BadBody, BadName, BadSignature, HotdeskError, MalformedRequest
+from state.errors import BadBody, BadName, BadSignature
 from state.events import GroupSpec
 from state.requests import (
     DTYPE_BYTES,
@@ -179,5 +179,3 @@ _CHECKS: dict[Op, Any] = {
     Op.SAVE_WEIGHTS_FOR_SAMPLER: _name,
     Op.LOAD_STATE: _name,
 }
-
-__all__ = ["LOSS_INPUTS", "HotdeskError", "Limits", "MalformedRequest", "Refusal", "check_body"]

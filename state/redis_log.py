@@ -26,6 +26,7 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from state import log_id as ids
 from state.errors import Fenced, LogDiverged
@@ -114,7 +115,8 @@ def is_passing(error: Exception) -> bool:
 class RedisLog:
     """One connection for commands, one more for each blocking reader: bounded whatever the number of waiting futures."""
 
-    def __init__(self, client: redis.Redis, fleet: str, result_retention_ms: int = 600_000) -> None:
+    def __init__(self, client: redis.Redis, fleet: str, result_retention_ms: int = 600_000, wait_aof_ms: int = 0) -> None:
+        self.wait_aof_ms = wait_aof_ms
         self.client = client
         self.fleet = fleet
         self.result_retention_ms = result_retention_ms
@@ -127,15 +129,19 @@ class RedisLog:
         self._resign = client.register_script(_RESIGN)
 
     @staticmethod
-    def connect(url: str, fleet: str, result_retention_ms: int = 600_000) -> RedisLog:
-        """`url`: redis://, rediss:// (TLS) or unix://, with user and password where the server has ACL users."""
+    def connect(url: str, fleet: str, result_retention_ms: int = 600_000, wait_aof_ms: int = 0) -> RedisLog:
+        """`url`: redis://, rediss:// (TLS) or unix://, with user and password where the server has ACL users.
+
+        `wait_aof_ms`: where the server syncs once a second only, `submit` asks it (WAITAOF) to say that the request is on disk, and waits
+        up to this long.
+        """
         client = redis.Redis.from_url(
             url,
             max_connections=8,
             socket_connect_timeout=5,
             retry=Retry(NoBackoff(), 0),  # the client must not repeat a commit behind our back; callers wait and look first
         )
-        return RedisLog(client, fleet, result_retention_ms)
+        return RedisLog(client, fleet, result_retention_ms, wait_aof_ms)
 
     async def commit(self, epoch: int, commit: Commit) -> None:
         newest = max([commit.after, *(i for i, _ in commit.events), *(r.log_id for r in commit.results)])
@@ -162,7 +168,14 @@ class RedisLog:
 
     async def submit(self, header: bytes, body: bytes) -> str:
         fields: dict[Any, Any] = {"h": header, "b": body} if body else {"h": header}
-        return cast(bytes, await self.client.xadd(self.requests, fields)).decode()
+        if not self.wait_aof_ms:
+            return cast(bytes, await self.client.xadd(self.requests, fields)).decode()
+        async with self.client.client() as one:  # WAITAOF speaks of what its own connection wrote
+            intake_id = cast(bytes, await one.xadd(self.requests, fields)).decode()
+            local, _ = await cast("Awaitable[list[int]]", cast(Any, one).execute_command("WAITAOF", 1, 0, self.wait_aof_ms))
+            if not local:
+                raise RedisTimeout(f"the server did not sync {intake_id} within {self.wait_aof_ms} ms")
+            return intake_id
 
     async def read_intake(self, after: str, limit: int, block_ms: int) -> list[Entry]:
         answer = await self.client.xread({self.requests: after}, count=limit, block=block_ms)

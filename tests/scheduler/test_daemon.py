@@ -301,6 +301,15 @@ async def test_other_programs_of_a_tenant_do_not_disturb_and_other_tenants_see_n
     await store.close()
 
 
+async def test_a_producer_may_wait_until_its_request_is_on_disk(server, fleet):
+    store = RedisLog.connect(server.url, fleet)
+    async with daemon(store), Producer.connect(server.url, fleet=fleet, tenant="ada", wait_aof_ms=1000) as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4)
+        assert await (await poet.forward(DATA))
+        assert (await store.client.info("commandstats"))["cmdstat_waitaof"]["calls"] >= 2
+    await store.close()
+
+
 async def test_a_cancelled_request_ends_once(server, fleet):
     store = RedisLog.connect(server.url, fleet)
     async with daemon(store), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:

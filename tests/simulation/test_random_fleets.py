@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from ops.replay import Verifier
-from state.events import STALE, Settings, decode
+from state.events import Settings, decode
 from state.fleet import Fleet, apply, encode
+from state.invariants import violated
 from state.requests import CreateAdapter, Op, OptimStep, Signature
 from state.residency import Residency
 from tests.harness import FAILING, SAMPLE, Synchronous, forward_body
@@ -57,14 +58,7 @@ def assert_invariants(fleet: Fleet) -> None:
         adapters = [fleet.adapters[key] for key in group.adapters]
         on_device = [a for a in adapters if a.residency in (Residency.LIVE, Residency.PARKED)]
         assert len(on_device) <= 1, "invariant 1: at most one live adapter"
-        if on_device:
-            assert group.device.live == on_device[0].key
-        elif group.device.live not in ("", STALE):
-            assert fleet.adapters.get(group.device.live) is None or group.broken
-        if group.spec is not None and group.incarnation:
-            assert len(group.residents) < max(2, group.spec.device_slots), "invariant 9: device slots are bounded"
-        if not group.device.parts:
-            assert not any(a.residency is Residency.LIVE and a.pending for a in adapters), "invariant 2: a pending gradient on no device"
+        assert violated(fleet, group) == []
     assert fleet.queued == sum(len(a.queue) for a in fleet.adapters.values()) == sum(t.queued for t in fleet.tenants.values())
 
 
