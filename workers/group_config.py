@@ -32,7 +32,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker group. `targets`: modules that may carry LoRA. `device_slots`: adapters on the device at once, the live one included;
-    `device_bytes`, `host_bytes`: byte budgets a rank for adapters, instead of counting them; 0 means that the counts hold."""
+    `device_bytes`, `host_bytes`: byte budgets a rank for adapters, instead of counting them; 0 means that the counts hold.
+    Switching and prefetching use two further sets of an adapter's storages on the device, beside these."""
 
     backend: Literal["megatron", "simulated"] = "megatron"
     tp: int = 1

@@ -302,6 +302,24 @@ def test_a_prefetch_of_a_slot_that_changed_is_forgotten(device):
     assert device.do(StepKind.FLUSH, "t/c").facts.adapters[0].digest == again
 
 
+def test_a_switch_right_behind_a_switch_waits_for_the_copy_that_is_still_under_way(device):
+    """The set that the first switch copies out of is the one that the second wants to use. On a host copies end at once; CUDA shows it."""
+    for adapter, seed in (("t/alone", 1), ("t/a", 1), ("t/b", 2), ("t/c", 3)):
+        device.create(adapter, seed)
+    device.swap("t/alone")
+    control = [device.train("t/alone", number) for number in (1, 2)]
+    device.swap("t/a")
+    seen = [device.train("t/a", 1)]
+    device.swap("t/b")
+    device.swap("t/c", keep=True)
+    device.train("t/c", 5)
+    device.swap("t/b", keep=True)
+    device.swap("t/a")
+    seen.append(device.train("t/a", 2))
+    device.ok(StepKind.OFFLOAD, "t/c")
+    assert seen == control
+
+
 def test_creating_an_adapter_takes_nothing_new_from_the_system(hosted, device):
     engine = hosted.machine.engine
     storage = engine.arena.storage.data_ptr()

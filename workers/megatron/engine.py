@@ -201,7 +201,6 @@ class MegatronEngine:
         self._drop_grads(slot)
         self.arena.states.give(slot.state)
         self.device_slots.pop(adapter, None)
-        self.staged.pop(adapter, None)
         if self.bound is slot:
             self.bound = None
 
@@ -247,6 +246,7 @@ class MegatronEngine:
     def set_aside(self, adapter: str) -> None:
         mine = self.spare or self._new_set()
         self.spare = None
+        torch.cuda.current_stream().wait_stream(self.copying_out)  # the spare set may still be read by a copy out
         self._exchange(mine)
         self.device_slots[adapter] = mine
         self.bound = None
@@ -318,7 +318,10 @@ class MegatronEngine:
 
     def _forget_staged(self, slot: Slot) -> None:
         """A slot that changes makes its prefetched copy worthless."""
-        for adapter in [adapter for adapter in self.staged if self.slots.get(adapter) in (slot, None)]:
+        worthless = [adapter for adapter in self.staged if self.slots.get(adapter) in (slot, None)]
+        if worthless:
+            self.copying_in.synchronize()  # memory must not be reused under a copy that is still under way
+        for adapter in worthless:
             del self.staged[adapter]
 
     def _drop_grads(self, slot: Slot) -> None:
