@@ -18,7 +18,6 @@ from workers.ray_group import RayGroup, ray
 
 SHAPES = {
     "tp2": {"tp": 2},
-    "dp2-plain": {"dp": 2, "optimizer": "plain"},
     "dp2-bfloat16-overlap": {"dp": 2, "dtype": "bfloat16", "overlap": True, "bucket_size": 3000},
     "dp2-precision-aware": {"dp": 2, "dtype": "bfloat16", "optimizer": "precision_aware_remainders"},
     "tp2-dp2-overlap": {"tp": 2, "dp": 2, "overlap": True},
