@@ -32,7 +32,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_bytes: int = 16 * 2**20
     datums: int = 1024
     samples: int = 128
-    result_retention_s: float = 600.0
 
 
 #: Refusals of a body spend the request's seq: a corrected body goes under the next one.
