@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from ops.fleet import configuration, open_store
+from ops.fleet import configuration, open_history
 from ops.log_report import by_tenant
 from ops.replay import Verifier, history, written_states
 from ops.tables import table
@@ -204,8 +204,8 @@ def _show(tenants: tuple[Tenant, ...], progress: dict[str, tuple[int, float]], s
 
 
 async def _read(config: Config) -> list[tuple[int, Event]]:
-    async with open_store(config) as store:
-        return [(log_id, decode(data)) async for log_id, data in history(store)]
+    async with open_history(config) as log:
+        return [(log_id, decode(data)) async for log_id, data in history(log)]
 
 
 def _print_table(results: dict[str, dict[str, Any]], events: list[tuple[int, Event]]) -> None:

@@ -11,8 +11,12 @@ import msgspec
 
 from scheduler.config import Config, load
 from scheduler.embedded import EmbeddedServer
+from state.archive import Archive, History
 from state.errors import ConfigError
+from state.files import Directory
+from state.log import EventReader
 from state.redis_log import RedisLog
+from state.segment_log import SegmentLog
 
 
 def configuration(args: argparse.Namespace) -> Config:
@@ -46,6 +50,19 @@ async def open_store(config: Config) -> AsyncIterator[RedisLog]:
         await store.close()
         if server is not None:
             server.stop()
+
+
+@asynccontextmanager
+async def open_history(config: Config) -> AsyncIterator[History]:
+    """Archive and log as one."""
+    async with open_store(config) as store:
+        yield History(Archive(Directory(config.data_dir / "archive")), store)
+
+
+def segments(directory: Path) -> EventReader:
+    """A directory of archived or exported segments, without a server. Raises `LogTruncated` where it holds none."""
+    archive = Archive(Directory(directory))
+    return History(archive, None) if archive.first_ids() else SegmentLog(directory, read_only=True)
 
 
 def adapters_root(config: Config, group: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -13,18 +14,19 @@ import msgspec
 
 from ops import readable
 from ops.cli import common_arguments
-from ops.fleet import configuration, open_store
+from ops.fleet import configuration, open_history, segments
 from scheduler import state_snapshots
 from scheduler.core import decide
 from state import log_id as ids
 from state.errors import ConfigError
 from state.events import Event, LeaderElected, Step, StepStarted, decode
+from state.files import Directory
 from state.fleet import Fleet, Group, apply, encode
 from state.fleet import decode as decode_fleet
-from state.log import EventLog
+from state.log import EventReader
 from state.plan import plan_leave
 from state.residency import ForbiddenMove
-from state.segment_log import SegmentLog, write_segment
+from state.segment_log import write_segment
 
 READ_EVENTS = 4096
 
@@ -44,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     if args.segments:
-        return await _replay(SegmentLog(args.segments, read_only=True), args, None)
+        return await _replay(segments(args.segments), args, None)
     config = configuration(args)
-    async with open_store(config) as store:
-        return await _replay(store, args, config.data_dir)
+    async with open_history(config) as log:
+        return await _replay(log, args, config.data_dir)
 
 
-async def _replay(log: EventLog, args: argparse.Namespace, data_dir: Path | None) -> int:
+async def _replay(log: EventReader, args: argparse.Namespace, data_dir: Path | None) -> int:
     verifier = Verifier(written_states(data_dir) if data_dir is not None else {})
     kept: list[tuple[int, bytes]] = []
     async for log_id, data in history(log, _until(args.at)):
@@ -75,7 +77,7 @@ async def _replay(log: EventLog, args: argparse.Namespace, data_dir: Path | None
     return 1 if verifier.problems else 0
 
 
-async def history(log: EventLog, until: int | None = None) -> AsyncIterator[tuple[int, bytes]]:
+async def history(log: EventReader, until: int | None = None) -> AsyncIterator[tuple[int, bytes]]:
     after = 0
     while events := await log.read(after, READ_EVENTS):
         for log_id, data in events:
@@ -104,10 +106,11 @@ def _until(at: str) -> int | None:
 def written_states(data_dir: Path) -> dict[int, tuple[Path, bytes]]:
     """States that the daemon wrote itself, by the log id they are of."""
     found: dict[int, tuple[Path, bytes]] = {}
-    for path in sorted((data_dir / "snapshots").glob("state-*.msgpack")):
-        fleet = state_snapshots.read(path)
-        if fleet is not None:
-            found[fleet.log_id] = (path, encode(fleet))
+    files = Directory(data_dir / "snapshots")
+    for name in state_snapshots.names(files):
+        with contextlib.suppress(ValueError, OSError):  # a damaged one proves nothing
+            fleet = state_snapshots.read(files, name)
+            found[fleet.log_id] = (data_dir / "snapshots" / name, encode(fleet))
     dump = data_dir / "state-dump.msgpack"
     if dump.exists():
         found[decode_fleet(dump.read_bytes()).log_id] = (dump, dump.read_bytes())

@@ -17,6 +17,7 @@ from scheduler.config import Config
 from scheduler.daemon import Daemon
 from scheduler.embedded import EmbeddedServer
 from state.errors import ConfigError, ServerFault
+from state.files import directory_disk
 from state.redis_log import RedisLog
 from workers.contract import WorkerGroup
 from workers.group_config import GroupConfig
@@ -57,7 +58,7 @@ async def _serve(config: Config, url: str, server: EmbeddedServer | None) -> Non
         groups,
         settings=config.settings(),
         limits=config.request_limits(),
-        data_dir=config.data_dir,
+        disk=directory_disk(config.data_dir),
         lease_ms=config.redis.lease_ms,
     )
     try:

@@ -10,12 +10,11 @@ import anyio
 
 from ops import readable
 from ops.cli import common_arguments
-from ops.fleet import configuration, open_store
+from ops.fleet import configuration, open_history, segments
 from state import log_id as ids
 from state.errors import ConfigError
 from state.events import decode
-from state.log import EventLog
-from state.segment_log import SegmentLog
+from state.log import EventReader
 
 READ_EVENTS = 1000
 FOLLOW_S = 0.2
@@ -43,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> None:
     if args.segments:
-        await _print(SegmentLog(args.segments, read_only=True), args)
+        await _print(segments(args.segments), args)
         return
-    async with open_store(configuration(args)) as store:
-        await _print(store, args)
+    async with open_history(configuration(args)) as log:
+        await _print(log, args)
 
 
-async def _print(log: EventLog, args: argparse.Namespace) -> None:
+async def _print(log: EventReader, args: argparse.Namespace) -> None:
     after = ids.parse(args.after)
     kept: list[str] = []
     while True:

@@ -14,6 +14,8 @@ from ops.tables import table
 from scheduler import state_snapshots
 from scheduler.config import Config
 from state import log_id as ids
+from state.archive import Archive, History
+from state.files import Directory
 from state.fleet import Fleet
 
 
@@ -29,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
 async def _run(config: Config) -> None:
     async with open_store(config) as store:
         leader = await store.leader()
-        fleet = await state_snapshots.load_fleet(config.data_dir / "snapshots", store)
+        history = History(Archive(Directory(config.data_dir / "archive")), store)
+        fleet, _ = await state_snapshots.load_fleet(Directory(config.data_dir / "snapshots"), history)
     print(render(config.fleet.name, fleet, leader))
 
 

@@ -56,7 +56,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant_queue: int = 256
     total_queue: int = 8192
     result_retention_s: float = 600.0
-    snapshot_after_requests: int = 256
+    snapshot_after_requests: int = 1024
+    snapshot_after_bytes: int = 256 * 2**20
+    snapshot_share: float = 0.05
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +89,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             total_queue=self.limits.total_queue,
             result_retention_ms=int(self.limits.result_retention_s * 1000),
             snapshot_after_requests=self.limits.snapshot_after_requests,
+            snapshot_fallback=True,
+            snapshot_share=self.limits.snapshot_share,
+            snapshot_after_bytes=self.limits.snapshot_after_bytes,
         )
 
     def request_limits(self) -> Limits:

@@ -53,7 +53,7 @@ from state.events import (
     WorkersJoined,
     WorkersLost,
 )
-from state.fleet import Adapter, Fleet, Group, apply, gap_error, gap_expired
+from state.fleet import DAMAGED, Adapter, Fleet, Group, Tenant, apply, gap_error, gap_expired, needed_bodies
 from state.invariants import violated
 from state.log import Commit, Entry, Result
 from state.plan import plan, plan_leave
@@ -109,7 +109,13 @@ class Drain(msgspec.Struct, frozen=True):
     """Shutdown began: no new turn starts; once idle, groups are put to rest."""
 
 
-Input = Entry | Finished | Joined | Lost | Tick | Drain
+class Kept(msgspec.Struct, frozen=True):
+    """Digests of the bodies that the store keeps: those that no request in a queue or a history needs are forgotten."""
+
+    bodies: frozenset[str]
+
+
+Input = Entry | Finished | Joined | Lost | Tick | Drain | Kept
 
 # --- outputs ------------------------------------------------------------------------------------------------------
 
@@ -292,6 +298,8 @@ class Core:
     def _creation(self, envelope: Envelope, request: Request, adapter: Adapter | None) -> RequestAccepted:
         if adapter is not None:
             raise AdapterExists(f"adapter {request.adapter!r} exists")
+        if request.lane in self.fleet.tenants.get(request.tenant, Tenant()).ended:
+            raise ResultExpired(f"lane {request.lane!r} ended with its adapter; a new one needs an instance of its own, as in 'name:2'")
         group = self._home(envelope)
         spec = group.spec
         assert spec is not None
@@ -419,7 +427,10 @@ class Core:
         if error.code == StepOutOfOrder.__name__ or not step.request_id:
             return
         ran = step.kind is StepKind.EXECUTE and not step.redo and error.code not in _REFUSED
-        if step.kind is StepKind.RESTORE and error.code in ("BadCheckpoint", "UnknownCheckpoint"):
+        if step.kind is StepKind.RESTORE and error.code in DAMAGED:
+            adapter = self.fleet.adapters.get(step.adapter)
+            if adapter is not None and adapter.snapshot != step.version:
+                return  # the fold fell back to the one before: it is planned again from there
             ran, error = True, AdapterLost(f"its snapshot cannot be restored: {error.message}").info
         if ran or group.failures >= MAX_FAILURES_IN_A_ROW:
             request_id = self._cause(group, step)
@@ -460,6 +471,10 @@ class Core:
 
     def _drain(self, drain: Drain) -> None:
         self.draining = True
+
+    def _kept(self, kept: Kept) -> None:
+        """Forgetting goes with a commit, before the bodies that the commit itself brings: none that is needed again can be lost."""
+        self._batch.commit.forget += sorted(kept.bodies - needed_bodies(self.fleet))
 
     def _expire_gaps(self) -> None:
         settings = self.fleet.settings
@@ -524,4 +539,5 @@ _INPUTS: dict[type, Callable[[Core, Any], None]] = {
     Lost: Core._lost,
     Tick: Core._tick,
     Drain: Core._drain,
+    Kept: Core._kept,
 }

@@ -18,22 +18,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from redis.exceptions import RedisError
 
 from scheduler import state_snapshots
-from scheduler.core import Batch, Core, Dispatch, Drain, Finished, Input, Joined, Lost, Tick
+from scheduler.core import Batch, Core, Dispatch, Drain, Finished, Input, Joined, Kept, Lost, Tick
 from scheduler.validation import Limits
 from state import log_id as ids
-from state.errors import Fenced, HotdeskError, LogDiverged, StaleEpoch, WorkerFailed, WorkersLostError, error_from
+from state.archive import Archive, History
+from state.errors import Fenced, HotdeskError, LogDiverged, LogTruncated, StaleEpoch, WorkerFailed, WorkersLostError, error_from
 from state.events import Request, Settings, StepKind
+from state.files import Disk
 from state.fleet import encode as encode_fleet
 from state.log import Commit, Entry, Store
 from state.redis_log import is_passing
@@ -51,7 +53,9 @@ TICK_S = 0.5
 BODY_CACHE_BYTES = 64 * 2**20
 RETRY_FIRST_S, RETRY_MOST_S = 0.05, 5.0
 HEARTBEAT_S = 2.0  # how often an idle group is asked whether it lives
-SNAPSHOT_EVERY_S = 60.0
+HOUSE_EVERY_S = 60.0  # between two snapshots of the state, and what follows them
+HOUSE_EVERY_EVENTS = 200_000  # so that a start folds a tail of seconds, however busy the fleet was
+DUMP = "state-dump.msgpack"
 
 
 class Daemon:
@@ -64,18 +68,22 @@ class Daemon:
         *,
         settings: Settings,
         limits: Limits,
-        data_dir: Path | None = None,
+        disk: Disk | None = None,
         lease_ms: int = 10_000,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        holder: str = "",
+        house_every_s: float = HOUSE_EVERY_S,
     ) -> None:
+        """`disk`: where `snapshots` and `archive` are kept; without one, nothing is kept and the log is never trimmed."""
         self.store = store
         self.groups = {group.name: group for group in groups}
         self.settings = settings
         self.limits = limits
-        self.data_dir = data_dir
+        self.disk = disk
         self.lease_ms = lease_ms
         self.now_ms = now_ms
-        self.holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"  # containers share names and pids
+        self.holder = holder or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"  # containers share names and pids
+        self.house_every_s = house_every_s
         self.epoch = 0
         self.ready = anyio.Event()
         self.core: Core
@@ -88,6 +96,8 @@ class Daemon:
         self._intake_scope = anyio.CancelScope()
         self._runner_scopes: dict[str, tuple[anyio.CancelScope, str]] = {}
         self._server_away = False
+        self._committed = 0  # log id up to which `core.fleet` is known to be in the log
+        self._house_busy = False
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -134,16 +144,11 @@ class Daemon:
                     log.info("draining", signal=signal.Signals(number).name, detail="interrupt again to force")
                     self.drain()
 
-    def dump(self) -> Path | None:
+    def dump(self) -> None:
         """Writes the running state where `hotdesk replay` compares it with a fold of the log."""
-        if self.data_dir is None:
-            return None
-        path = self.data_dir / "state-dump.msgpack"
-        aside = path.with_suffix(".aside")
-        aside.write_bytes(encode_fleet(self.core.fleet))
-        aside.rename(path)
-        log.info("state_dumped", path=str(path), log_id=ids.text(self.core.fleet.log_id))
-        return path
+        if self.disk is not None:
+            self.disk("").write(DUMP, encode_fleet(self.core.fleet))
+            log.info("state_dumped", file=DUMP, log_id=ids.text(self.core.fleet.log_id))
 
     async def _lead(self) -> None:
         """Takes the lease (waiting as a standby while another daemon holds it), folds snapshot and tail, opens the term."""
@@ -159,16 +164,28 @@ class Daemon:
                 waiting = True
             await anyio.sleep(self.lease_ms / 4000)
         self.epoch = epoch
-        fleet = await self._patiently(lambda: state_snapshots.load_fleet(self._snapshots, self.store))
+        began = anyio.current_time()
+        snapshots = self.disk("snapshots") if self.disk is not None else None
+        history = History(Archive(self.disk("archive")) if self.disk is not None else None, self.store)
+        fleet, tail = await self._patiently(lambda: state_snapshots.load_fleet(snapshots, history, _damaged))
         self.core = Core(fleet, self.limits)
         events = fleet.events
         await self._commit(self.core.lead(self.now_ms(), epoch, self.holder, self.settings).commit)
-        self._snapshot()
-        log.info("leading", epoch=epoch, holder=self.holder, events_before=events, log_id=ids.text(fleet.log_id))
+        took_ms = round(1000 * (anyio.current_time() - began))
+        log.info(
+            "leading",
+            epoch=epoch,
+            holder=self.holder,
+            events_before=events,
+            events_folded=tail,
+            took_ms=took_ms,
+            log_id=ids.text(fleet.log_id),
+        )
+        self._tasks.start_soon(self._keep_house)
 
     async def _leave(self) -> None:
-        if self.epoch:
-            self._snapshot()
+        if self.epoch and self._committed == self.core.fleet.log_id:
+            await self._write_snapshot(self._committed, encode_fleet(self.core.fleet))
         for group in self.groups.values():
             try:
                 await group.close()
@@ -179,21 +196,49 @@ class Daemon:
         except RedisError as error:
             log.warning("resign_failed", error=str(error))
 
-    @property
-    def _snapshots(self) -> Path | None:
-        return self.data_dir / "snapshots" if self.data_dir is not None else None
+    # --- house-keeping ------------------------------------------------------------------------------------------------
 
-    def _snapshot(self) -> None:
-        if self._snapshots is not None:
-            try:
-                state_snapshots.write(self._snapshots, self.core.fleet)
-            except OSError as error:
-                log.error("snapshot_failed", error=str(error), detail="the log still has everything; a start will take longer")
+    async def _keep_house(self) -> None:
+        """Snapshot, archive, trim, forget, in this order: nothing is dropped before what replaces it is durable.
+
+        Beside the rounds, so that a slow disk stops nobody; what fails is named and tried again next time."""
+        if self.disk is None or self._house_busy:
+            return
+        self._house_busy = True
+        log_id, body = self._committed, encode_fleet(self.core.fleet)
+        assert self.core.fleet.log_id == log_id, "the state is ahead of the log"
+        try:
+            if await self._write_snapshot(log_id, body):
+                covered = state_snapshots.covered(self.disk("snapshots"))
+                archive = Archive(self.disk("archive"))
+                while segment := await archive.following(self.store, covered):
+                    await self.run_blocking(partial(archive.add, segment))
+                if covered:
+                    await self.store.trim(self.epoch, covered)
+                await self._inbox_in.send(Kept(frozenset(await self.store.bodies())))
+        except (OSError, RedisError, LogTruncated) as error:
+            log.error("house_keeping_failed", error=str(error), detail="nothing was dropped; tried again next time")
+        finally:
+            self._house_busy = False
+
+    async def _write_snapshot(self, log_id: int, body: bytes) -> bool:
+        if self.disk is None:
+            return False
+        try:
+            await self.run_blocking(partial(state_snapshots.write, self.disk("snapshots"), log_id, body))
+        except OSError as error:
+            log.error("snapshot_failed", error=str(error), detail="the log still has everything; a start will take longer")
+            return False
+        return True
+
+    async def run_blocking(self, call: Callable[[], T]) -> T:
+        """In a thread; a simulation has none."""
+        return await anyio.to_thread.run_sync(call)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     async def _rounds(self) -> None:
-        snapshot_due = time.monotonic() + SNAPSHOT_EVERY_S
+        due, events = anyio.current_time() + self.house_every_s, self.core.fleet.events
         while True:
             inputs: list[Input] = [await self._inbox_out.receive()]
             while len(inputs) < ROUND:
@@ -209,9 +254,9 @@ class Daemon:
             self._replace_broken()
             if self.core.at_rest:
                 return
-            if time.monotonic() > snapshot_due:
-                self._snapshot()
-                snapshot_due = time.monotonic() + SNAPSHOT_EVERY_S
+            if anyio.current_time() >= due or self.core.fleet.events - events >= HOUSE_EVERY_EVENTS:
+                self._tasks.start_soon(self._keep_house)
+                due, events = anyio.current_time() + self.house_every_s, self.core.fleet.events
 
     async def _commit(self, commit: Commit) -> None:
         """Until it is in the log. Raises `Fenced` or `LogDiverged`: then this daemon's state is worth nothing and it ends."""
@@ -228,6 +273,8 @@ class Daemon:
                 first = False
 
         await self._patiently(attempt)
+        if commit.events:
+            self._committed = commit.events[-1][0]
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """`call()` again with growing pauses while the server is away, loading, read-only or out of memory; says so once."""
@@ -365,3 +412,7 @@ class Daemon:
         while self._body_bytes > BODY_CACHE_BYTES:
             _, body = self._bodies.popitem(last=False)
             self._body_bytes -= len(body)
+
+
+def _damaged(name: str, error: Exception) -> None:
+    log.error("snapshot_damaged", file=name, error=str(error), detail="the one before it is used, and the log from there")

@@ -27,7 +27,7 @@ import redis
 from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from state.errors import HotdeskError, error_from
+from state.errors import Busy, HotdeskError, error_from
 from state.log import Store
 from state.redis_log import RedisLog, is_passing
 from state.requests import (
@@ -235,11 +235,13 @@ class Producer:
 
 
 async def _patiently(call: Callable[[], Any]) -> Any:
-    """`call()` again, with growing pauses, while the server is away."""
+    """`call()` again, with growing pauses, while the server is away or the intake is full."""
     pause = RETRY_FIRST_S
     while True:
         try:
             return await call()
+        except Busy as busy:
+            await anyio.sleep(busy.info.retry_after_ms / 1000)
         except (redis.RedisError, OSError) as error:
             await anyio.lowlevel.checkpoint()  # the client turns a cancelled read into a connection error
             if not is_passing(error):

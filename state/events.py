@@ -133,6 +133,9 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     total_queue: int = 8192
     result_retention_ms: int = 600_000
     snapshot_after_requests: int = 256  # re-execution after a loss is bounded by this many requests of one adapter
+    snapshot_fallback: bool = False  # a damaged snapshot: rebuild from the one before it
+    snapshot_share: float = 0.0  # snapshot once this share of the re-execution time pays for writing one; 0: by count only
+    snapshot_after_bytes: int = 2**60  # of bodies kept for a re-execution of one adapter
     parking: bool = True  # test seam: False plants the lost-gradient fault that the suite must notice
 
 

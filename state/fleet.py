@@ -40,6 +40,8 @@ from state.log_id import ms_of
 from state.requests import MUTATING_OPS, Op, Signature, adapter_key
 from state.residency import ALL_PARTS, OP_MOVES, STEP_MOVES, ForbiddenMove, Move, Residency, moved
 
+ENDED_LANES = 4096  # a tenant's; a duplicate that comes after as many newer adapters ended is taken for a new request
+DAMAGED = ("BadCheckpoint", "UnknownCheckpoint")  # why a snapshot cannot be restored, ever
 OUTCOME_BUCKET_MS = 60_000  # outcomes are forgotten a bucket at a time, so that forgetting costs nothing per event
 
 
@@ -95,6 +97,17 @@ class Adapter(msgspec.Struct, array_like=True):
     snapshot: int = 0  # id of the step that wrote the last durable snapshot; 0 for none
     snapshot_voided: bool = False  # the snapshot holds gradients of a window that was voided after it
     divergence: str = ""
+    previous: int = 0  # the snapshot before `snapshot`, and what was applied between the two: what is left when the newer is damaged
+    previous_voided: bool = False
+    older: list[Redo] = []
+    redo_us: int = 0  # what re-executing `history` would cost, and the bytes of bodies kept for it
+    redo_bytes: int = 0
+    damaged: str = ""
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether there is something to rebuild it from without its newest snapshot."""
+        return bool(self.snapshot and (self.previous or self.older))
 
     @property
     def recovering(self) -> bool:
@@ -140,6 +153,7 @@ class Group(msgspec.Struct, array_like=True):
     moved_bytes: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
+    snapshot_us: int = 0  # what the last snapshot cost to write
 
 
 class Tenant(msgspec.Struct, array_like=True):
@@ -152,6 +166,7 @@ class Tenant(msgspec.Struct, array_like=True):
     refused: int = 0
     cancelled: int = 0
     used_us: int = 0
+    ended: dict[str, None] = {}  # lanes of adapters that are gone, the newest `ENDED_LANES`: a late duplicate must not bring one back
 
 
 class Fleet(msgspec.Struct, array_like=True):
@@ -318,6 +333,9 @@ def _terminal(fleet: Fleet, log_id: int, request_id: str, status: str, error: Er
         group.adapters.pop(adapter.key, None)
         group.runnable.pop(adapter.key, None)
         del fleet.adapters[adapter.key]
+        tenant.ended[adapter.lane] = None
+        if len(tenant.ended) > ENDED_LANES:
+            del tenant.ended[next(iter(tenant.ended))]
         return
     if gone:
         adapter.residency = Residency.GONE
@@ -360,11 +378,12 @@ def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
     if adapter is None:
         return
     if step.kind is StepKind.EXECUTE:
-        _executed(adapter, step)
+        _executed(adapter, step, event.cost_us)
     elif step.kind is StepKind.SNAPSHOT:
-        adapter.snapshot, adapter.snapshot_voided = step.id, False
-        adapter.history = []
-        adapter.redone = 0
+        adapter.previous, adapter.previous_voided, adapter.older = adapter.snapshot, adapter.snapshot_voided, adapter.history
+        adapter.snapshot, adapter.snapshot_voided, adapter.history = step.id, False, []
+        adapter.redone = adapter.redo_us = adapter.redo_bytes = 0
+        group.snapshot_us = event.cost_us
     elif step.kind is StepKind.RESTORE:
         adapter.redone = 0
     _reindex(fleet, adapter, log_id)
@@ -379,6 +398,8 @@ def _step_failed(fleet: Fleet, log_id: int, event: StepFailed) -> None:
         _charge(fleet, group, step, event.cost_us, event.facts)
         _observe(fleet, group, event.facts)
     adapter = fleet.adapters.get(step.adapter)
+    if adapter is not None and step.kind is StepKind.RESTORE and event.error.code in DAMAGED and fleet.settings.snapshot_fallback:
+        _fall_back(adapter, event.error)
     if adapter is None or step.kind is not StepKind.EXECUTE or step.redo or event.facts is None:
         return
     if step.op == Op.FORWARD_BACKWARD:
@@ -389,7 +410,17 @@ def _step_failed(fleet: Fleet, log_id: int, event: StepFailed) -> None:
     _reindex(fleet, adapter, log_id)
 
 
-def _executed(adapter: Adapter, step: Step) -> None:
+def _fall_back(adapter: Adapter, error: ErrorInfo) -> None:
+    """Its newest snapshot cannot be used: the one before it and all that was applied since (or all since its creation) rebuild it."""
+    if not adapter.falls_back:
+        return
+    adapter.damaged = f"snapshot {adapter.snapshot}: {error.message}"
+    adapter.snapshot, adapter.snapshot_voided = adapter.previous, adapter.previous_voided
+    adapter.history = adapter.older + adapter.history
+    adapter.previous, adapter.older, adapter.redone = 0, [], 0
+
+
+def _executed(adapter: Adapter, step: Step, cost_us: int) -> None:
     if step.redo:
         was = adapter.history[adapter.redone]
         if was.digest != adapter.digest and not adapter.divergence:
@@ -400,6 +431,8 @@ def _executed(adapter: Adapter, step: Step) -> None:
         seq = int(step.request_id.rpartition("/")[2])
         adapter.history.append(Redo(adapter.queue[seq].request, adapter.digest))
         adapter.redone = len(adapter.history)
+        adapter.redo_us += cost_us
+        adapter.redo_bytes += adapter.queue[seq].request.size
     if step.op in (Op.CREATE_ADAPTER, Op.OPTIM_STEP, Op.LOAD_STATE):
         adapter.version += 1
     if step.op == Op.LOAD_STATE:
@@ -408,11 +441,17 @@ def _executed(adapter: Adapter, step: Step) -> None:
 
 def _drop_window(adapter: Adapter) -> None:
     """A voided window's forward_backwards are no part of the adapter's state any more: nothing re-executes them."""
-    while adapter.history and adapter.history[-1].request.op == Op.FORWARD_BACKWARD:
-        adapter.history.pop()
+    _pop_window(adapter.history)
     if not adapter.history:
         adapter.snapshot_voided = True
+        _pop_window(adapter.older)
+        adapter.previous_voided = adapter.previous_voided or not adapter.older
     adapter.redone = min(adapter.redone, len(adapter.history))
+
+
+def _pop_window(history: list[Redo]) -> None:
+    while history and history[-1].request.op == Op.FORWARD_BACKWARD:
+        history.pop()
 
 
 def _observe(fleet: Fleet, group: Group, facts: Facts) -> None:
@@ -534,6 +573,20 @@ def _reindex(fleet: Fleet, adapter: Adapter, log_id: int) -> None:
 
 def gap_expired(adapter: Adapter, settings: Settings, now_ms: int) -> bool:
     return bool(adapter.gap_since) and now_ms - ms_of(adapter.gap_since) >= settings.gap_deadline_ms
+
+
+def needed_bodies(fleet: Fleet) -> set[str]:
+    """Digests of the bodies that a worker may still be sent: of queued requests, and of what a recovery would re-execute."""
+    return {
+        request.digest
+        for adapter in fleet.adapters.values()
+        for request in (
+            *(queued.request for queued in adapter.queue.values()),
+            *(redo.request for redo in adapter.history),
+            *(redo.request for redo in adapter.older),
+        )
+        if request.size and not request.body
+    }
 
 
 def gap_error(adapter: Adapter, request: Request) -> ErrorInfo:

@@ -22,17 +22,19 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct):
-    """`after`: the id of the last event this leader knows. `blobs`: (digest, intake id) of bodies that stay beside the log."""
+    """`after`: the id of the last event this leader knows. `forget`: digests of bodies that nothing needs any more; then `blobs`: (digest,
+    intake id) of bodies that stay beside the log."""
 
     after: int
     events: list[tuple[int, bytes]] = []
     taken: list[str] = []
     blobs: list[tuple[str, str]] = []
     results: list[Result] = []
+    forget: list[str] = []
 
     @property
     def empty(self) -> bool:
-        return not (self.events or self.taken or self.results)
+        return not (self.events or self.taken or self.results or self.forget)
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -43,17 +45,23 @@ class Entry(msgspec.Struct, frozen=True):
     body: bytes = b""
 
 
-class EventLog(Protocol):
-    async def commit(self, epoch: int, commit: Commit) -> None:
-        """Raises `Fenced` where another epoch leads, `LogDiverged` where the log does not end at `commit.after`."""
-        ...
-
+class EventReader(Protocol):
     async def read(self, after: int, limit: int) -> list[tuple[int, bytes]]:
         """Up to `limit` events with ids over `after`, in order."""
         ...
 
+
+class EventLog(EventReader, Protocol):
+    async def commit(self, epoch: int, commit: Commit) -> None:
+        """Raises `Fenced` where another epoch leads, `LogDiverged` where the log does not end at `commit.after`."""
+        ...
+
     async def bounds(self) -> tuple[int, int]:
         """(first, last) id held; zeros when empty."""
+        ...
+
+    async def trimmed(self) -> int:
+        """Id of the first event that was left when the log was trimmed last; 0 if it never was."""
         ...
 
     async def fence(self) -> int:
@@ -65,7 +73,8 @@ class Store(EventLog, Protocol):
     """An event log with its intake, blobs, results and lease: what a daemon and its producers share."""
 
     async def submit(self, header: bytes, body: bytes) -> str:
-        """Appends to the intake; durable as far as the server is once this returns. Returns the intake id."""
+        """Appends to the intake; durable as far as the server is once this returns. Returns the intake id. Raises `Busy` while too many
+        entries wait there."""
         ...
 
     async def read_intake(self, after: str, limit: int, block_ms: int) -> list[Entry]: ...
@@ -75,6 +84,14 @@ class Store(EventLog, Protocol):
     async def last_result(self, tenant: str) -> int: ...
 
     async def blob(self, digest: str) -> bytes | None: ...
+
+    async def bodies(self) -> set[str]:
+        """Digests of the large bodies kept beside the log."""
+        ...
+
+    async def trim(self, epoch: int, first: int) -> None:
+        """Drops the events before `first`, which are archived. Raises `Fenced` where another epoch leads."""
+        ...
 
     async def lead(self, holder: str, lease_ms: int) -> int | None:
         """Takes the lease if nobody holds it, and fences older epochs. None while another holds it."""

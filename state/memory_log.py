@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 
 import anyio
 
@@ -20,6 +20,7 @@ class MemoryLog:
         self.blobs: dict[str, bytes] = {}
         self.holder = ""
         self._submitted = 0
+        self._trimmed = 0
         self._changed = anyio.Event()
 
     async def commit(self, epoch: int, commit: Commit) -> None:
@@ -28,6 +29,8 @@ class MemoryLog:
         last = self.events[-1][0] if self.events else 0
         if last != commit.after:
             raise LogDiverged(f"the log ends at {ids.text(last)}, this daemon's at {ids.text(commit.after)}")
+        for digest in commit.forget:
+            self.blobs.pop(digest, None)
         for digest, intake_id in commit.blobs:
             self.blobs[digest] = self.intake[intake_id].body
         self.events.extend(commit.events)
@@ -45,6 +48,9 @@ class MemoryLog:
 
     async def bounds(self) -> tuple[int, int]:
         return (self.events[0][0], self.events[-1][0]) if self.events else (0, 0)
+
+    async def trimmed(self) -> int:
+        return self._trimmed
 
     async def fence(self) -> int:
         self.epoch += 1
@@ -81,6 +87,15 @@ class MemoryLog:
 
     async def blob(self, digest: str) -> bytes | None:
         return self.blobs.get(digest)
+
+    async def bodies(self) -> set[str]:
+        return set(self.blobs)
+
+    async def trim(self, epoch: int, first: int) -> None:
+        if epoch != self.epoch:
+            raise Fenced(f"epoch {epoch} tried to trim, epoch {self.epoch} leads")
+        self._trimmed = first
+        del self.events[: bisect_left(self.events, first, key=lambda event: event[0])]
 
     async def lead(self, holder: str, lease_ms: int) -> int | None:
         if self.holder and self.holder != holder:

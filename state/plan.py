@@ -255,7 +255,15 @@ class _Planner:
             return
         # A checkpoint may be overwritten later, so a load is never left to be re-executed.
         loaded = any(request.op == Op.LOAD_STATE for request in turn.requests)
-        if self.mutations < self.fleet.settings.snapshot_after_requests and not loaded:
+        settings = self.fleet.settings
+        due = self.mutations >= settings.snapshot_after_requests or self.adapter.redo_bytes >= settings.snapshot_after_bytes
+        if not (loaded or due or self.pays()):
             return
         self.needs(Needs(slot=True))
         self.add(StepKind.SNAPSHOT, self.adapter.key, version=self.adapter.snapshot)
+
+    def pays(self) -> bool:
+        """Whether re-executing what came since the last snapshot takes so long that `snapshot_share` of it is enough to write one. Looks at
+        what was measured, hence at finished steps only."""
+        share = self.fleet.settings.snapshot_share
+        return share > 0 and bool(self.adapter.history) and self.adapter.redo_us * share >= self.group.snapshot_us

@@ -3,7 +3,8 @@
     {fleet}:requests          intake stream: producers append, the leader takes
     {fleet}:log               the event log: only the leader appends, through `_COMMIT`
     {fleet}:results:TENANT    results stream: what a tenant's producers read
-    {fleet}:blob:SHA256       large request bodies
+    {fleet}:blob:SHA256       large request bodies; {fleet}:bodies is the set of their digests
+    {fleet}:trimmed           where the log was trimmed last
     {fleet}:epoch             the fencing epoch; {fleet}:leader the lease
 
 Positions are our own (log ids, intake ids); no consumer groups.
@@ -12,7 +13,7 @@ Positions are our own (log ids, intake ids); no consumer groups.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -29,11 +30,11 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from state import log_id as ids
-from state.errors import Fenced, LogDiverged
+from state.errors import Busy, Fenced, LogDiverged, LogTruncated
 from state.log import Commit, Entry
 
-# ARGV: epoch, after, retention floor id, retention ms, then four counted lists: events (id, data), taken (intake id),
-# blobs (digest, intake id), results (tenant, id, payload, first id). One script, so that a crash of anybody cannot split
+# ARGV: epoch, after, retention floor id, retention ms, then five counted lists: events (id, data), taken (intake id),
+# forget (digest), blobs (digest, intake id), results (tenant, id, payload, first id). One script, so that a crash of anybody cannot split
 # "the request's event is in the log" from "its intake entry is gone" or "its result can be read".
 _COMMIT = """
 local epoch = redis.call('GET', KEYS[1]) or '0'
@@ -51,12 +52,19 @@ local events = at
 at = at + 1 + 2 * tonumber(ARGV[at])
 local taken = at
 at = at + 1 + tonumber(ARGV[at])
+list(1, function(i)
+  redis.call('UNLINK', KEYS[4] .. ARGV[i])
+  redis.call('SREM', KEYS[6], ARGV[i])
+end)
 list(2, function(i)
   local entry = redis.call('XRANGE', KEYS[3], ARGV[i + 1], ARGV[i + 1])
   if entry[1] then
     local fields = entry[1][2]
     for f = 1, #fields, 2 do
-      if fields[f] == 'b' then redis.call('SET', KEYS[4] .. ARGV[i], fields[f + 1]) end
+      if fields[f] == 'b' then
+        redis.call('SET', KEYS[4] .. ARGV[i], fields[f + 1])
+        redis.call('SADD', KEYS[6], ARGV[i])
+      end
     end
   end
 end)
@@ -95,9 +103,17 @@ if holder and holder ~= ARGV[2] then return 0 end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 return 1
 """
+# KEYS: epoch, log, trimmed. ARGV: epoch, first id that stays.
+_TRIM = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[3], ARGV[2])
+redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
+return 1
+"""
 _RESIGN = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
+MOST_INTAKE = 65_536  # entries that wait for a daemon that is away or slow; beyond it a producer is told to wait
 _Entries = list[tuple[bytes, dict[bytes, bytes]]]
 #: Answers of a server that is there but cannot serve now; anything else it answers is a fault of ours.
 PASSING = ("READONLY", "OOM", "LOADING", "MISCONF", "MASTERDOWN", "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "BUSY")
@@ -122,11 +138,14 @@ class RedisLog:
         self.result_retention_ms = result_retention_ms
         tag = f"{{{fleet}}}"
         self.requests, self.log, self.epoch_key, self.lease = f"{tag}:requests", f"{tag}:log", f"{tag}:epoch", f"{tag}:leader"
-        self.blob_prefix, self.results_prefix = f"{tag}:blob:", f"{tag}:results:"
+        self.blob_prefix, self.bodies_key, self.results_prefix = f"{tag}:blob:", f"{tag}:bodies", f"{tag}:results:"
+        self.trimmed_key = f"{tag}:trimmed"
         self._commit = client.register_script(_COMMIT)
         self._lead = client.register_script(_LEAD)
         self._renew = client.register_script(_RENEW)
         self._resign = client.register_script(_RESIGN)
+        self._trim = client.register_script(_TRIM)
+        self._intake_length = 0  # as of the last submit
 
     @staticmethod
     def connect(url: str, fleet: str, result_retention_ms: int = 600_000, wait_aof_ms: int = 0) -> RedisLog:
@@ -146,11 +165,11 @@ class RedisLog:
     async def commit(self, epoch: int, commit: Commit) -> None:
         newest = max([commit.after, *(i for i, _ in commit.events), *(r.log_id for r in commit.results)])
         floor = ids.make(max(0, ids.ms_of(newest) - self.result_retention_ms))
-        keys = [self.epoch_key, self.log, self.requests, self.blob_prefix, self.results_prefix]
+        keys = [self.epoch_key, self.log, self.requests, self.blob_prefix, self.results_prefix, self.bodies_key]
         args: list[bytes | str | int] = [epoch, ids.text(commit.after), ids.text(floor), self.result_retention_ms, *_flat(commit)]
         status, detail = await self._commit(keys=keys, args=args)
         if status == b"fenced":
-            raise Fenced(f"epoch {epoch} tried to append, epoch {detail.decode()} leads")
+            self._fenced(epoch, int(detail))
         if status == b"diverged":
             raise LogDiverged(f"the log ends at {detail.decode()}, this daemon's at {ids.text(commit.after)}")
 
@@ -163,19 +182,40 @@ class RedisLog:
         last = cast("_Entries", await self.client.xrevrange(self.log, count=1))
         return (ids.parse(first[0][0]), ids.parse(last[0][0])) if first and last else (0, 0)
 
+    async def trimmed(self) -> int:
+        return ids.parse(await self.client.get(self.trimmed_key) or b"0-0")
+
     async def fence(self) -> int:
         return int(await self.client.incr(self.epoch_key))
 
     async def submit(self, header: bytes, body: bytes) -> str:
+        if self._intake_length >= MOST_INTAKE:
+            self._intake_length = int(await self.client.xlen(self.requests))
+            if self._intake_length >= MOST_INTAKE:
+                raise Busy(f"{self._intake_length} requests wait for the daemon to take them in", retry_after_ms=1000)
         fields: dict[Any, Any] = {"h": header, "b": body} if body else {"h": header}
         if not self.wait_aof_ms:
-            return cast(bytes, await self.client.xadd(self.requests, fields)).decode()
+            return await self._append(self.client, fields)
         async with self.client.client() as one:  # WAITAOF speaks of what its own connection wrote
-            intake_id = cast(bytes, await one.xadd(self.requests, fields)).decode()
+            intake_id = await self._append(one, fields)
             local, _ = await cast("Awaitable[list[int]]", cast(Any, one).execute_command("WAITAOF", 1, 0, self.wait_aof_ms))
             if not local:
                 raise RedisTimeout(f"the server did not sync {intake_id} within {self.wait_aof_ms} ms")
             return intake_id
+
+    async def _append(self, client: redis.Redis, fields: dict[Any, Any]) -> str:
+        """One round trip appends and tells how full the intake is, which the next submit heeds."""
+        async with client.pipeline(transaction=False) as pipe:
+            pipe.xadd(self.requests, fields)
+            pipe.xlen(self.requests)
+            intake_id, self._intake_length = await pipe.execute()
+        return cast(bytes, intake_id).decode()
+
+    @staticmethod
+    def _fenced(epoch: int, leading: int) -> NoReturn:
+        if leading < epoch:
+            raise LogTruncated(f"the server knows epoch {leading} where epoch {epoch} was elected: it lost data or is another one")
+        raise Fenced(f"epoch {epoch} tried to write, epoch {leading} leads")
 
     async def read_intake(self, after: str, limit: int, block_ms: int) -> list[Entry]:
         answer = await self.client.xread({self.requests: after}, count=limit, block=block_ms)
@@ -192,6 +232,13 @@ class RedisLog:
 
     async def blob(self, digest: str) -> bytes | None:
         return cast("bytes | None", await self.client.get(self.blob_prefix + digest))
+
+    async def bodies(self) -> set[str]:
+        return {digest.decode() for digest in await cast("Awaitable[set[bytes]]", self.client.smembers(self.bodies_key))}
+
+    async def trim(self, epoch: int, first: int) -> None:
+        if not await self._trim(keys=[self.epoch_key, self.log, self.trimmed_key], args=[epoch, ids.text(first)]):
+            self._fenced(epoch, int(await self.client.get(self.epoch_key) or 0))
 
     async def lead(self, holder: str, lease_ms: int) -> int | None:
         epoch = int(await self._lead(keys=[self.epoch_key, self.lease], args=[holder, lease_ms]))
@@ -212,13 +259,15 @@ class RedisLog:
 
 
 def _flat(commit: Commit) -> Iterator[bytes | str | int]:
-    """The script's four counted lists."""
+    """The script's five counted lists."""
     yield len(commit.events)
     for log_id, data in commit.events:
         yield ids.text(log_id)
         yield data
     yield len(commit.taken)
     yield from commit.taken
+    yield len(commit.forget)
+    yield from commit.forget
     yield len(commit.blobs)
     for digest, intake_id in commit.blobs:
         yield digest

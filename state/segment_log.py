@@ -14,6 +14,7 @@ from pathlib import Path
 
 from state import log_id as ids
 from state.errors import Fenced, LogDiverged, LogTruncated
+from state.files import Directory
 from state.log import Commit
 
 MAGIC = b"hotdesk-log/1\n"
@@ -72,6 +73,9 @@ class SegmentLog:
         segments = self._segments()
         return (int(segments[0].stem), self.last) if segments else (0, 0)
 
+    async def trimmed(self) -> int:
+        return 0
+
     async def fence(self) -> int:
         epoch = self._epoch() + 1
         aside = self.directory / ".epoch"
@@ -89,12 +93,7 @@ class SegmentLog:
 
 def write_segment(path: Path, events: list[tuple[int, bytes]]) -> None:
     """One finished segment, written aside and renamed."""
-    aside = path.with_suffix(".aside")
-    with open(aside, "wb") as file:
-        file.write(MAGIC + b"".join(_record(log_id, data) for log_id, data in events))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    Directory(path.parent).write(path.name, MAGIC + b"".join(_record(log_id, data) for log_id, data in events))
 
 
 def read_segment(path: Path) -> Iterator[tuple[int, bytes]]:

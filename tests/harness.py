@@ -75,6 +75,7 @@ class Synchronous:
         guard_pending: bool = True,
         limits: Limits | None = None,
         machine: Machine | None = None,
+        cost_us: Callable[[Call], int] | None = None,
     ) -> None:
         self.core = Core(Fleet(), limits or Limits())
         self.now_ms = 1_000_000
@@ -83,6 +84,7 @@ class Synchronous:
         self.all_replies: list[Reply] = []
         self.bodies: dict[str, bytes] = {}
         self.spec, self.guard_pending = machine.engine.spec if machine is not None else spec, guard_pending
+        self.cost_us = cost_us  # declared cost of a step, instead of the measured one
         self.given = machine  # a real worker's machine instead of simulated ones
         self.machines: dict[str, Machine] = {}
         self.incarnations: dict[str, str] = {}
@@ -182,6 +184,8 @@ class Synchronous:
                     if not dead:
                         body = self.bodies.get(step.request_id, NOTHING)
                         outcome = self.machines[name].apply(Call(1, step, after, body))
+                        if self.cost_us is not None:
+                            outcome = msgspec.structs.replace(outcome, cost_us=self.cost_us(Call(1, step)))
                         after = step.id
                         dead = dies()  # it was done, but nobody heard of it
                     if dead:

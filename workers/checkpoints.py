@@ -86,7 +86,10 @@ def read_shard(path: Path, manifest: Manifest, name: str) -> bytes:
     """The shard's bytes, digest checked. Raises `BadCheckpoint`."""
     if name not in manifest.shards:
         raise BadCheckpoint(f"checkpoint {path.name!r} has shards {sorted(manifest.shards)}, not {name!r}: another parallel layout")
-    data = (path / name).read_bytes()
+    try:
+        data = (path / name).read_bytes()
+    except OSError as error:
+        raise BadCheckpoint(f"shard {name!r} of checkpoint {path.name!r} cannot be read: {error.strerror}") from error
     if hashlib.sha256(data).hexdigest() != manifest.shards[name]:
         raise BadCheckpoint(f"shard {name!r} of checkpoint {path.name!r} is damaged: its digest differs from the manifest's")
     return data

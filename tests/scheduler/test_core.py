@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import msgspec
 import pytest
 
-from scheduler.core import Drain, Joined, Tick
+from scheduler.core import Drain, Joined, Kept, Tick
 from scheduler.validation import Limits
 from state.events import RequestRefused, Settings, StepKind, StepStarted
 from state.fleet import encode
@@ -27,9 +28,10 @@ from state.requests import (
     Signature,
     Tensor,
     Unload,
+    digest_of,
     encode_body,
 )
-from tests.harness import CREATE, SAMPLE, Synchronous, default_body, digests, float32, forward_body, int32, sequence
+from tests.harness import CREATE, FAILING, SAMPLE, Synchronous, default_body, digests, float32, forward_body, int32, sequence
 from workers.contract import Call
 from workers.simulated import SIMULATED_SPEC
 
@@ -358,6 +360,92 @@ def test_after_a_death_the_adapter_is_rebuilt_bit_for_bit_and_nobody_gets_an_err
     assert len(control) == 4
     for kill_after in (3, 4, 5):
         assert run(kill_after) == control
+
+
+@pytest.mark.parametrize("kill_after", range(2, 13))
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_snapshot_costs_time_and_no_bit(kill_after, damaged):
+    """The newest one is unreadable, or the only one there is: the one before it, or the creation, and the log rebuild the adapter."""
+    control = Synchronous()
+    bench = Synchronous(Settings(snapshot_after_requests=3, snapshot_fallback=True))
+    ops = [FB, FB, (FB, FAILING), STEP, FB, STEP, Op.SAMPLE, FB, (FB, FAILING), FB, STEP, FB, STEP]
+    for fleet in (control, bench):
+        fleet.create("ada", seed=5)
+    for seq, op in enumerate(ops, 1):
+        for fleet in (control, bench):
+            fleet.program("ada", [op], first=seq)
+            fleet.settle()
+        kept = bench.snapshots["main"].get("ada/poet", {})
+        if seq == kill_after:
+            bench.kill()
+            for version in sorted(kept)[-1:] if damaged == 1 else sorted(kept)[:1] * (len(kept) == 1):
+                del kept[version]
+            bench.join()
+    assert [bench.replies[f"ada/poet/{n}"] for n in range(len(ops) + 1)] == [control.replies[f"ada/poet/{n}"] for n in range(len(ops) + 1)]
+    assert bench.adapter("ada/poet").divergence == ""
+    assert bench.refold() == encode(bench.fleet)
+
+
+def test_both_snapshots_damaged_is_an_error_with_words():
+    bench = Synchronous(Settings(snapshot_after_requests=1, snapshot_fallback=True))
+    bench.create("ada")
+    bench.program("ada", [FB, STEP])
+    bench.settle()
+    bench.program("ada", [FB, STEP], first=3)
+    bench.settle()
+    bench.kill()
+    bench.snapshots["main"].clear()
+    bench.join()
+    lost = bench.send("ada", "poet", 5, Op.FORWARD, forward_body())
+    bench.settle()
+    assert bench.error(lost) == "AdapterLost"
+    assert "snapshot" in bench.adapter("ada/poet").damaged
+
+
+def test_snapshots_come_once_a_re_execution_costs_many_times_their_writing():
+    def cost_us(call):
+        return {StepKind.SNAPSHOT: 1000}.get(call.step.kind, 900)
+
+    bench = Synchronous(Settings(turn_requests=1, snapshot_share=0.1), cost_us=cost_us)
+    bench.create("ada")
+    bench.program("ada", [FB, STEP] * 20)
+    bench.settle()
+    kinds = [e.step.kind for e in bench.events(StepStarted) if e.step.kind in (StepKind.EXECUTE, StepKind.SNAPSHOT)]
+    written = [index for index, kind in enumerate(kinds) if kind is StepKind.SNAPSHOT]
+    # the first one comes at once and says what one costs; 12 requests of 900 us are then what 0.1 of pays for 1000 us
+    assert {after - before for before, after in itertools.pairwise(written)} == {14}
+
+
+def test_bodies_that_nothing_needs_are_forgotten():
+    bench = Synchronous(Settings(snapshot_after_requests=2, snapshot_fallback=True))
+    large = Forward(tuple(sequence(*range(200)) for _ in range(4)))
+    bench.create("ada")
+    bench.program("ada", [(FB, large), (STEP, OptimStep())])
+    bench.settle()
+    digest = digest_of(encode_body(large))
+    assert bench.adapter("ada/poet").history == []
+    assert bench.handle(Kept(frozenset({digest, "stray"}))).commit.forget == ["stray"], "a damaged snapshot would need it"
+    bench.program("ada", [FB, STEP], first=3)
+    bench.settle()
+    assert bench.handle(Kept(frozenset({digest}))).commit.forget == [digest]
+
+
+def test_a_creation_that_comes_again_after_the_unload_creates_nothing(bench):
+    first = bench.replies["ada/poet/0"]
+    bench.send("ada", "poet", 1, Op.UNLOAD, Unload())
+    bench.settle()
+    assert bench.fleet.adapters == {}
+    bench.create("ada")
+    bench.settle()
+    assert bench.replies["ada/poet/0"] == first
+    bench.fleet.outcomes.clear()  # long after
+    bench.create("ada")
+    bench.settle()
+    assert bench.error("ada/poet/0") == "ResultExpired"
+    assert bench.fleet.adapters == {}
+    bench.create("ada", "poet:2")
+    bench.settle()
+    assert list(bench.fleet.adapters) == ["ada/poet"]
 
 
 def test_a_re_execution_that_differs_is_reported_by_name(bench):

@@ -18,8 +18,10 @@ from scheduler.daemon import Daemon
 from scheduler.embedded import EmbeddedServer
 from scheduler.producer import Producer, SyncProducer, datum, values
 from scheduler.validation import Limits
+from state.archive import Archive, History
 from state.errors import BadBody, Fenced, LogDiverged, LogTruncated, RequestConflict, UnknownAdapter
 from state.events import LeaderElected, Settings, StepStarted, WorkersLost, decode
+from state.files import Directory, directory_disk
 from state.fleet import encode
 from state.memory_log import MemoryLog
 from state.redis_log import RedisLog
@@ -36,10 +38,16 @@ def fleet():
 
 
 @asynccontextmanager
-async def daemon(store, *, data_dir=None, group=None, settings=None, lease_ms=2000):
+async def daemon(store, *, data_dir=None, group=None, settings=None, lease_ms=2000, **options):
     """A leading daemon; drained at the end."""
     made = Daemon(
-        store, [group or SimulatedGroup("main")], settings=settings or Settings(), limits=Limits(), data_dir=data_dir, lease_ms=lease_ms
+        store,
+        [group or SimulatedGroup("main")],
+        settings=settings or Settings(),
+        limits=Limits(),
+        disk=directory_disk(data_dir) if data_dir is not None else None,
+        lease_ms=lease_ms,
+        **options,
     )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(made.run)
@@ -73,6 +81,13 @@ async def verified(store, data_dir=None):
     return verifier
 
 
+async def folded(store, disk=None):
+    """The encoded state, from the whole history."""
+    archive = Archive(disk("archive")) if disk is not None else None
+    fleet, _ = await state_snapshots.load_fleet(None, History(archive, store))
+    return encode(fleet)
+
+
 async def test_a_tenants_program_from_create_to_unload(server, fleet, tmp_path):
     store = RedisLog.connect(server.url, fleet)
     async with daemon(store, data_dir=tmp_path, group=SimulatedGroup("main", root=tmp_path / "adapters")) as leading:
@@ -95,8 +110,8 @@ async def test_a_tenants_program_from_create_to_unload(server, fleet, tmp_path):
                 await hotdesk.adapter("poet")
         leading.dump()
     await verified(store, tmp_path)
-    written = state_snapshots.newest(tmp_path / "snapshots")
-    assert encode(written) == encode(await state_snapshots.load_fleet(None, store))
+    written = state_snapshots.newest(Directory(tmp_path / "snapshots"))
+    assert encode(written) == await folded(store)
     await store.close()
 
 
@@ -245,7 +260,7 @@ async def test_a_server_that_comes_back_empty_is_refused_with_words(server, flee
     with pytest.raises(BaseExceptionGroup) as refused:
         async with daemon(store, data_dir=tmp_path):
             pass
-    assert refused.group_contains(LogTruncated, match="has seen it up to")
+    assert refused.group_contains(LogTruncated, match="has seen the log up to")
     await store.close()
 
 
@@ -255,7 +270,75 @@ async def test_a_log_that_begins_in_the_middle_is_refused_with_words(server, fle
         await hotdesk.create_adapter("poet", rank=4)
     await store.client.xtrim(store.log, maxlen=2, approximate=False)
     with pytest.raises(LogTruncated, match="in the middle of a history"):
-        await state_snapshots.load_fleet(None, store)
+        await folded(store)
+    await store.close()
+
+
+async def test_the_log_is_archived_and_trimmed_while_tenants_train(server, fleet, tmp_path):
+    store = RedisLog.connect(server.url, fleet)
+    tokens = list(range(200)) * 10
+    settings = Settings(snapshot_after_requests=4, snapshot_fallback=True)
+    options = {"data_dir": tmp_path, "settings": settings, "house_every_s": 0.05}
+    seen = []
+    for _ in range(2):
+        group = SimulatedGroup("main", root=tmp_path / "adapters")
+        async with daemon(store, group=group, **options), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+            poet = await (hotdesk.adapter("poet") if seen else hotdesk.create_adapter("poet", rank=4, seed=1))
+            for _ in range(12):
+                await poet.forward_backward([datum(tokens, tokens)])
+                seen.append((await (await poet.optim_step(learning_rate=0.1))).digest)
+                await anyio.sleep(0.02)
+    first, _ = await store.bounds()
+    assert first == await store.trimmed() > 0
+    assert len(await store.bodies()) <= 2
+    disk = directory_disk(tmp_path)
+    history = History(Archive(disk("archive")), store)
+    assert (await verified(history, tmp_path)).compared >= 3
+    fleet_now, tail = await state_snapshots.load_fleet(disk("snapshots"), history)
+    assert tail < fleet_now.events / 4
+    assert encode(fleet_now) == await folded(store, disk)
+    for path in (tmp_path / "snapshots").iterdir():
+        path.unlink()
+    assert (await state_snapshots.load_fleet(disk("snapshots"), history))[1] == fleet_now.events
+    await store.close()
+
+
+async def test_a_full_disk_stops_no_tenant_and_trims_nothing(server, fleet, tmp_path):
+    class Full:
+        def __init__(self, name):
+            self.files = Directory(tmp_path / name)
+
+        def __getattr__(self, name):
+            return getattr(self.files, name)
+
+        def write(self, name, data):
+            raise OSError(28, "No space left on device")
+
+    store = RedisLog.connect(server.url, fleet)
+    made = Daemon(store, [SimulatedGroup("main")], settings=Settings(), limits=Limits(), disk=Full, house_every_s=0.02)
+    async with anyio.create_task_group() as tasks, Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        tasks.start_soon(made.run)
+        poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+        assert len(await train(poet, 10)) == 10
+        await anyio.sleep(0.1)
+        made.drain()
+    assert await store.trimmed() == 0
+    await verified(store)
+    await store.close()
+
+
+async def test_a_server_that_is_emptied_under_a_daemon_ends_it_with_words(server, fleet, tmp_path):
+    store = RedisLog.connect(server.url, fleet)
+    with pytest.raises(BaseExceptionGroup) as refused:
+        async with daemon(store, data_dir=tmp_path), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+            poet = await hotdesk.create_adapter("poet", rank=4)
+            await store.client.delete(store.log, store.epoch_key, store.lease)
+            await (await poet.optim_step())
+    assert refused.group_contains(LogTruncated, match="lost data")
+    with pytest.raises(BaseExceptionGroup) as again:  # what the ended daemon left behind still knows better
+        async with daemon(store, data_dir=tmp_path):
+            pass
+    assert again.group_contains(LogTruncated, match="has seen the log up to")
     await store.close()
 
 
@@ -280,7 +363,11 @@ async def test_a_damaged_snapshot_is_passed_over(tmp_path, server, fleet):
         await hotdesk.create_adapter("poet", rank=4)
     paths = sorted((tmp_path / "snapshots").glob("state-*"))
     paths[-1].write_bytes(paths[-1].read_bytes()[:-1])
-    assert encode(await state_snapshots.load_fleet(tmp_path / "snapshots", store)) == encode(await state_snapshots.load_fleet(None, store))
+    named = []
+    files = Directory(tmp_path / "snapshots")
+    fleet, _ = await state_snapshots.load_fleet(files, History(None, store), lambda name, error: named.append(name))
+    assert named == [paths[-1].name]
+    assert encode(fleet) == await folded(store)
     await store.close()
 
 

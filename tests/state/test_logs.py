@@ -9,7 +9,8 @@ import anyio
 import pytest
 
 from state import log_id as ids
-from state.errors import Fenced, LogDiverged, LogTruncated
+from state import redis_log
+from state.errors import Busy, Fenced, LogDiverged, LogTruncated
 from state.log import Commit, Result
 from state.memory_log import MemoryLog
 from state.redis_log import RedisLog
@@ -122,6 +123,29 @@ class TestStore:
         await store.commit(epoch, Commit(event(1)[0], results=[unknown]))
         assert [payload for _, payload in await store.read_results("ada", 0, 10, 10)] == [b"first", b"first", b"fallback"]
 
+    async def test_bodies_are_forgotten_with_a_commit_and_a_body_that_comes_with_it_stays(self, store):
+        epoch = await store.lead("me", 10_000)
+        first, second = await store.submit(b"header", b"old"), await store.submit(b"header", b"new")
+        await store.commit(epoch, Commit(0, [event(1)], [first], [("one", first), ("two", first)]))
+        assert await store.bodies() == {"one", "two"}
+        await store.commit(epoch, Commit(event(1)[0], [event(2)], [second], [("two", second)], forget=["one", "two"]))
+        assert await store.bodies() == {"two"}
+        assert await store.blob("one") is None
+        assert await store.blob("two") == b"new"
+
+    async def test_only_the_leader_trims_and_the_log_says_where(self, store):
+        old = await store.fence()
+        epoch = await store.fence()
+        await store.commit(epoch, Commit(0, [event(n) for n in range(5)]))
+        assert await store.trimmed() == 0
+        with pytest.raises(Fenced):
+            await store.trim(old, event(3)[0])
+        assert await store.read(0, 10) == [event(n) for n in range(5)]
+        await store.trim(epoch, event(3)[0])
+        assert await store.read(0, 10) == [event(3), event(4)]
+        assert await store.trimmed() == event(3)[0]
+        await store.commit(epoch, Commit(event(4)[0], [event(5)]))
+
     async def test_a_blocking_read_wakes_up(self, store):
         async def later():
             await anyio.sleep(0.05)
@@ -165,3 +189,25 @@ class TestSegments:
             list(read_segment(segment))
         with pytest.raises(LogTruncated):
             SegmentLog(tmp_path)
+
+
+class TestRedis:
+    async def test_a_full_intake_answers_busy_until_the_daemon_took_some(self, server, monkeypatch):
+        monkeypatch.setattr(redis_log, "MOST_INTAKE", 3)
+        store = RedisLog.connect(server.url, f"full{next(_fleet)}")
+        epoch = await store.lead("me", 10_000)
+        taken = [await store.submit(b"header", b"") for _ in range(3)]
+        with pytest.raises(Busy, match="wait for the daemon"):
+            await store.submit(b"header", b"")
+        await store.commit(epoch, Commit(0, [event(1)], taken[:1]))
+        await store.submit(b"header", b"")
+        await store.close()
+
+    async def test_a_server_that_forgot_the_epoch_lost_data(self, server):
+        store = RedisLog.connect(server.url, f"emptied{next(_fleet)}")
+        epoch = await store.lead("me", 10_000)
+        await store.client.delete(store.epoch_key)
+        for write in (store.commit(epoch, Commit(0, [event(1)])), store.trim(epoch, event(1)[0])):
+            with pytest.raises(LogTruncated, match="lost data"):
+                await write
+        await store.close()
