@@ -22,6 +22,7 @@ COMMANDS = {
     "submit": ("ops.submit", "send one request as a tenant and print its result"),
     "status": ("ops.status", "what is true now: leader, groups, adapters, tenants"),
     "log": ("ops.show_log", "print the event log, filtered, followed, or as JSON"),
+    "simulate": ("ops.simulate", "seeded fleets in which everything fails: a soak of the scheduler, without a model"),
     "replay": ("ops.replay", "rebuild the state at any id or time; check every recorded decision"),
 }
 

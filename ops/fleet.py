@@ -62,7 +62,7 @@ async def open_history(config: Config) -> AsyncIterator[History]:
 def segments(directory: Path) -> EventReader:
     """A directory of archived or exported segments, without a server. Raises `LogTruncated` where it holds none."""
     archive = Archive(Directory(directory))
-    return History(archive, None) if archive.first_ids() else SegmentLog(directory, read_only=True)
+    return History(archive, None) if archive.spans() else SegmentLog(directory, read_only=True)
 
 
 def adapters_root(config: Config, group: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def written_states(data_dir: Path) -> dict[int, tuple[Path, bytes]]:
 class Verifier:
     """Folds a log and holds each recorded decision against what `decide` says on the replayed state (invariant 8)."""
 
-    def __init__(self, written: dict[int, tuple[Path, bytes]] | None = None) -> None:
+    def __init__(self, written: Mapping[int, tuple[object, bytes]] | None = None) -> None:
         self.fleet = Fleet()
         self.written = written or {}
         self.problems: list[str] = []
@@ -155,7 +155,8 @@ class Verifier:
     def _note_idle(self) -> None:
         """Groups that had work and did nothing: right in a drain, which ends with the leader; wrong if they decide later in its term."""
         for name, group in self.fleet.groups.items():
-            if group.runnable and not group.steps and group.incarnation and not group.broken:
+            joined = group.incarnation and group.joined_epoch == self.fleet.epoch
+            if group.runnable and not group.steps and joined and not group.broken:
                 self._idle.setdefault(name, self.fleet.log_id)
 
     def _decide(self, log_id: int, group: Group, recorded: Step) -> list[Step]:

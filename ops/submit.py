@@ -63,4 +63,4 @@ async def _submit(config: Config, args: argparse.Namespace, body: Any) -> msgspe
             if op in CONTROL_OPS:
                 return await (await producer._send_control(op, args.adapter, body))
             handle = await producer.adapter(args.adapter)
-            return await (await handle._send(op, body))
+            return await (await handle.send(op, body))

@@ -171,8 +171,14 @@ class Core:
     def at_rest(self) -> bool:
         """Whether a drain is over: every joined group was put to rest and has no step in flight."""
         return self.draining and all(
-            not group.steps and (group.name in self.resting or group.broken) for group in self.fleet.groups.values() if group.incarnation
+            not group.steps and (group.name in self.resting or group.broken)
+            for group in self.fleet.groups.values()
+            if self._commands(group)
         )
+
+    def _commands(self, group: Group) -> bool:
+        """Whether the group's workers told this leader what they did: before that, a step in doubt could be done twice."""
+        return bool(group.incarnation) and group.joined_epoch == self.fleet.epoch
 
     def _open(self, now_ms: int) -> None:
         self._now_ms = now_ms
@@ -488,7 +494,7 @@ class Core:
     # --- turns ----------------------------------------------------------------------------------------------------
 
     def _schedule(self, group: Group) -> None:
-        if group.steps or not group.incarnation or group.broken:
+        if group.steps or not self._commands(group) or group.broken:
             return
         try:
             steps = self._rest(group) if self.draining else decide(self.fleet, group)

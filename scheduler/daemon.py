@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -73,6 +73,7 @@ class Daemon:
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         holder: str = "",
         house_every_s: float = HOUSE_EVERY_S,
+        run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]] = anyio.to_thread.run_sync,
     ) -> None:
         """`disk`: where `snapshots` and `archive` are kept; without one, nothing is kept and the log is never trimmed."""
         self.store = store
@@ -84,6 +85,7 @@ class Daemon:
         self.now_ms = now_ms
         self.holder = holder or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"  # containers share names and pids
         self.house_every_s = house_every_s
+        self.run_blocking = run_blocking
         self.epoch = 0
         self.ready = anyio.Event()
         self.core: Core
@@ -159,7 +161,9 @@ class Daemon:
                 break
             if not waiting:
                 log.warning(
-                    "standby", leader=await self.store.leader(), detail="another daemon leads this fleet; waiting for its lease to end"
+                    "standby",
+                    leader=await self._patiently(self.store.leader),
+                    detail="another daemon leads this fleet; waiting for its lease to end",
                 )
                 waiting = True
             await anyio.sleep(self.lease_ms / 4000)
@@ -231,10 +235,6 @@ class Daemon:
             return False
         return True
 
-    async def run_blocking(self, call: Callable[[], T]) -> T:
-        """In a thread; a simulation has none."""
-        return await anyio.to_thread.run_sync(call)
-
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     async def _rounds(self) -> None:
@@ -247,16 +247,19 @@ class Daemon:
                 except anyio.WouldBlock:
                     break
             self._remember_bodies(inputs)
-            batch = self.core.handle(self.now_ms(), inputs)
-            if not batch.commit.empty:
-                await self._commit(batch.commit)
-            await self._send_out(batch)
+            await self._round(self.core.handle(self.now_ms(), inputs))
             self._replace_broken()
             if self.core.at_rest:
                 return
             if anyio.current_time() >= due or self.core.fleet.events - events >= HOUSE_EVERY_EVENTS:
                 self._tasks.start_soon(self._keep_house)
                 due, events = anyio.current_time() + self.house_every_s, self.core.fleet.events
+
+    async def _round(self, batch: Batch) -> None:
+        """Write-ahead: what the workers are sent is in the log before."""
+        if not batch.commit.empty:
+            await self._commit(batch.commit)
+        await self._send_out(batch)
 
     async def _commit(self, commit: Commit) -> None:
         """Until it is in the log. Raises `Fenced` or `LogDiverged`: then this daemon's state is worth nothing and it ends."""

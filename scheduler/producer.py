@@ -172,7 +172,7 @@ class Producer:
         lane = f"{name}:{secrets.token_hex(3) if instance is None else instance}".rstrip(":")
         handle = AdapterHandle(self, name, lane, next_seq=0)
         signature = Signature(rank, float(alpha if alpha is not None else 2 * rank), tuple(targets), seed)
-        created: Future[Done] = await handle._send(Op.CREATE_ADAPTER, CreateAdapter(signature, group))
+        created: Future[Done] = await handle.send(Op.CREATE_ADAPTER, CreateAdapter(signature, group))
         await created
         return handle
 
@@ -259,36 +259,37 @@ class AdapterHandle:
         self.lane = lane
         self.next_seq = next_seq
 
-    async def _send(self, op: Op, body: msgspec.Struct) -> Future[Any]:
+    async def send(self, op: Op, body: msgspec.Struct) -> Future[Any]:
+        """Any operation of the adapter's own lane."""
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         return await self.producer._send(self.lane, seq, op, self.name, body)
 
     async def forward(self, data: Sequence[Datum], loss_fn: str = "cross_entropy", **loss_config: float) -> Future[ForwardResult]:
-        return await self._send(Op.FORWARD, Forward(tuple(data), loss_fn, loss_config))
+        return await self.send(Op.FORWARD, Forward(tuple(data), loss_fn, loss_config))
 
     async def forward_backward(self, data: Sequence[Datum], loss_fn: str = "cross_entropy", **loss_config: float) -> Future[ForwardResult]:
         """Adds the gradients of the summed loss to the adapter's pending ones."""
-        return await self._send(Op.FORWARD_BACKWARD, Forward(tuple(data), loss_fn, loss_config))
+        return await self.send(Op.FORWARD_BACKWARD, Forward(tuple(data), loss_fn, loss_config))
 
     async def optim_step(self, **adam: float) -> Future[OptimStepResult]:
         """`adam`: fields of `state.requests.OptimStep`."""
-        return await self._send(Op.OPTIM_STEP, OptimStep(**adam))
+        return await self.send(Op.OPTIM_STEP, OptimStep(**adam))
 
     async def sample(self, prompt: Array, **params: Any) -> Future[SampleResult]:
         """Samples from the adapter as of its requests before this one. `params`: fields of `state.requests.Sample`."""
-        return await self._send(Op.SAMPLE, Sample(tensor(prompt, "int32"), **params))
+        return await self.send(Op.SAMPLE, Sample(tensor(prompt, "int32"), **params))
 
     async def save_state(self, name: str, *, overwrite: bool = False) -> Future[SaveResult]:
-        return await self._send(Op.SAVE_STATE, SaveState(name, overwrite))
+        return await self.send(Op.SAVE_STATE, SaveState(name, overwrite))
 
     async def load_state(self, name: str, *, adapter: str = "", optimizer: bool = True) -> Future[Done]:
-        return await self._send(Op.LOAD_STATE, LoadState(name, adapter, optimizer))
+        return await self.send(Op.LOAD_STATE, LoadState(name, adapter, optimizer))
 
     async def save_weights_for_sampler(self, name: str) -> Future[SaveResult]:
-        return await self._send(Op.SAVE_WEIGHTS_FOR_SAMPLER, SaveWeightsForSampler(name))
+        return await self.send(Op.SAVE_WEIGHTS_FOR_SAMPLER, SaveWeightsForSampler(name))
 
     async def unload(self) -> Future[Done]:
-        return await self._send(Op.UNLOAD, Unload())
+        return await self.send(Op.UNLOAD, Unload())
 
 
 # --- the sync face ------------------------------------------------------------------------------------------------

@@ -55,27 +55,25 @@ class Archive:
         self.segment_events = segment_events
         self._opened: tuple[str, Segment] | None = None
 
-    def first_ids(self) -> list[int]:
-        return [int(name.removesuffix(SUFFIX)) for name in self.files.names() if name.endswith(SUFFIX)]
+    def spans(self) -> list[tuple[int, int]]:
+        """(first, last) id of each segment, in order. Those of a deposed leader and its successor may overlap; none replaces another."""
+        names = [name.removesuffix(SUFFIX).split("-") for name in self.files.names() if name.endswith(SUFFIX)]
+        return sorted((int(first), int(last)) for first, last in names)
 
     def last(self) -> int:
         """Id of the newest archived event; 0 for none."""
-        firsts = self.first_ids()
-        return self._open(firsts[-1]).events[-1][0] if firsts else 0
+        return max((last for _, last in self.spans()), default=0)
 
     def read(self, after: int, limit: int) -> list[tuple[int, bytes]]:
         """Up to `limit` events after `after`, from one segment. Raises `LogTruncated` where the archive has a hole or damage."""
-        firsts = self.first_ids()
-        start = max(0, bisect_right(firsts, after) - 1)
-        for first in firsts[start : start + 2]:
-            segment = self._open(first)
-            if segment.events[-1][0] <= after:
-                continue
-            if segment.continues > after:
-                raise LogTruncated(f"the archive lacks the events from {ids.text(after)} to {ids.text(segment.continues)}")
-            at = bisect_right(segment.events, after, key=lambda event: event[0])
-            return segment.events[at : at + limit]
-        return []
+        span = next((span for span in self.spans() if span[1] > after), None)
+        if span is None:
+            return []
+        segment = self._open(*span)
+        if segment.continues > after:
+            raise LogTruncated(f"the archive lacks the events from {ids.text(after)} to {ids.text(segment.continues)}")
+        at = bisect_right(segment.events, after, key=lambda event: event[0])
+        return segment.events[at : at + limit]
 
     async def following(self, log: EventLog, through: int) -> Segment | None:
         """The next segment to `add`: what `log` holds up to `through` and is not archived yet."""
@@ -90,13 +88,17 @@ class Archive:
 
     def add(self, segment: Segment) -> None:
         """Durable once this returns. Raises `OSError`."""
-        self.files.write(f"{segment.events[0][0]:020d}{SUFFIX}", pack(segment))
+        self.files.write(_name(segment.events[0][0], segment.events[-1][0]), pack(segment))
 
-    def _open(self, first: int) -> Segment:
-        name = f"{first:020d}{SUFFIX}"
+    def _open(self, first: int, last: int) -> Segment:
+        name = _name(first, last)
         if self._opened is None or self._opened[0] != name:
             self._opened = name, unpack(name, self.files.read(name))
         return self._opened[1]
+
+
+def _name(first: int, last: int) -> str:
+    return f"{first:020d}-{last:020d}{SUFFIX}"
 
 
 class History:
@@ -109,16 +111,19 @@ class History:
         """Raises `LogTruncated` where the two do not meet."""
         if self.log is None:
             return self._archived(after, limit)
-        first, last = await self.log.bounds()
-        if after >= first:
-            events = await self.log.read(after, limit)
+        held = await self.log.read(after - 1 if after else 0, limit + 1)
+        # The event at `after` itself proves that nothing between is missing: a leader may trim between any two reads.
+        if held and (held[0][0] == after or not (after or await self.log.trimmed())):
+            events = held[1:] if after else held[:limit]
             if not events and self._archived(after, 1):
-                raise LogTruncated(f"the log ends at {ids.text(last)}, and the archive holds events after that: the server lost data")
+                raise LogTruncated(f"the log ends at {ids.text(after)}, and the archive holds events after that: the server lost data")
             return events
-        events = self._archived(after, limit)
-        if not events and (after or await self.log.trimmed()):
-            raise LogTruncated(f"the log begins at {ids.text(first)}, and no archive holds what was after {ids.text(after)}")
-        return events or await self.log.read(after, limit)
+        archived = self._archived(after, limit)
+        if not held and (after or archived):
+            raise LogTruncated(f"the log holds nothing from {ids.text(after)} on, and it or its archive did before: the server lost data")
+        if held and not archived:
+            raise LogTruncated(f"the log begins at {ids.text(held[0][0])}, and no archive holds what was after {ids.text(after)}")
+        return archived
 
     def _archived(self, after: int, limit: int) -> list[tuple[int, bytes]]:
         return self.archive.read(after, limit) if self.archive is not None else []

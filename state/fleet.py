@@ -154,6 +154,7 @@ class Group(msgspec.Struct, array_like=True):
     device_bytes: int = 0
     host_bytes: int = 0
     snapshot_us: int = 0  # what the last snapshot cost to write
+    joined_epoch: int = 0  # the term in which its workers last reported: a new leader plans nothing before it has asked them
 
 
 class Tenant(msgspec.Struct, array_like=True):
@@ -518,7 +519,7 @@ def _counters(group: Group, step: Step) -> None:
 
 def _workers_joined(fleet: Fleet, log_id: int, event: WorkersJoined) -> None:
     group = fleet.groups.setdefault(event.group, Group(event.group))
-    group.spec, group.broken, group.failures = event.spec, "", 0
+    group.spec, group.broken, group.failures, group.joined_epoch = event.spec, "", 0, fleet.epoch
     if event.incarnation != group.incarnation:
         _lose_all(fleet, group)
         group.incarnation = event.incarnation

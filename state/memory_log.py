@@ -12,6 +12,8 @@ from state.log import Commit, Entry
 
 
 class MemoryLog:
+    """`lead` and `renew` need a running event loop: the lease ends by its clock."""
+
     def __init__(self) -> None:
         self.epoch = 0
         self.events: list[tuple[int, bytes]] = []
@@ -19,6 +21,7 @@ class MemoryLog:
         self.results: dict[str, list[tuple[int, bytes]]] = {}
         self.blobs: dict[str, bytes] = {}
         self.holder = ""
+        self.lease_until = 0.0
         self._submitted = 0
         self._trimmed = 0
         self._changed = anyio.Event()
@@ -98,13 +101,16 @@ class MemoryLog:
         del self.events[: bisect_left(self.events, first, key=lambda event: event[0])]
 
     async def lead(self, holder: str, lease_ms: int) -> int | None:
-        if self.holder and self.holder != holder:
+        if self.holder not in ("", holder) and anyio.current_time() < self.lease_until:
             return None
-        self.holder = holder
+        self.holder, self.lease_until = holder, anyio.current_time() + lease_ms / 1000
         return await self.fence()
 
     async def renew(self, epoch: int, holder: str, lease_ms: int) -> bool:
-        return self.epoch == epoch and self.holder == holder
+        if self.epoch != epoch:
+            return False
+        self.holder, self.lease_until = holder, anyio.current_time() + lease_ms / 1000
+        return True
 
     async def resign(self, holder: str) -> None:
         if self.holder == holder:

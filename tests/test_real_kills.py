@@ -20,12 +20,13 @@ import redis
 
 from scheduler.embedded import EmbeddedServer
 from scheduler.producer import Producer, datum
-from state.requests import CreateAdapter, Forward, Op, OptimStep, Signature
+from state.requests import CreateAdapter, Forward, Op, OptimStep, Signature, digest_of, encode_body
 from tests.workers.conformance import Device
 
 ROOT = Path(__file__).parents[1]
 STEPS = 24
-TENANTS = {"ada": (4, 1), "brook": (8, 2)}  # rank, seed
+TENANTS = {"ada": (4, 1), "brook": (8, 2), "cleo": (2, 3)}  # rank, seed
+Answers = list[tuple[str, str]]  # of each step: digest of the forward_backward's result, and of the adapter after the update
 CONFIG = """
 [fleet]
 name = "kills"
@@ -53,12 +54,12 @@ def data(seed: int, step: int):
 ADAM = {"learning_rate": 0.02, "eps": 1e-8}
 
 
-def undisturbed() -> dict[str, list[str]]:
+def undisturbed() -> dict[str, Answers]:
     """The same programs on a rank in a process of its own."""
     code = "import tests.test_real_kills as t; t.print_undisturbed()"
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    return {tenant: [(one, other) for one, other in seen] for tenant, seen in json.loads(ran.stdout.splitlines()[-1]).items()}
 
 
 def print_undisturbed() -> None:
@@ -69,15 +70,15 @@ def print_undisturbed() -> None:
     path.write_text(CONFIG)
     device = Device(Rank(load(path, {}).groups["main"], 0, "127.0.0.1", free_port(), "/nonexistent").machine.apply)
     path.unlink()
-    digests = {}
+    answers: dict[str, Answers] = {}
     for tenant, (rank, seed) in TENANTS.items():
         device.run(tenant, Op.CREATE_ADAPTER, CreateAdapter(Signature(rank, 2.0 * rank, (), seed)))
         device.swap(tenant)
-        digests[tenant] = []
+        answers[tenant] = []
         for step in range(STEPS):
-            device.run(tenant, Op.FORWARD_BACKWARD, Forward(tuple(data(seed, step))))
-            digests[tenant].append(device.run(tenant, Op.OPTIM_STEP, OptimStep(**ADAM)).digest)
-    print(json.dumps(digests))
+            forward = device.run(tenant, Op.FORWARD_BACKWARD, Forward(tuple(data(seed, step))))
+            answers[tenant].append((digest_of(encode_body(forward)), device.run(tenant, Op.OPTIM_STEP, OptimStep(**ADAM)).digest))
+    print(json.dumps(answers))
 
 
 class Fleet:
@@ -125,25 +126,24 @@ class Fleet:
         self.start()
 
 
-async def train(url: str, tenant: str, progress: dict[str, int]) -> list[str]:
+async def train(url: str, tenant: str, progress: dict[str, int]) -> Answers:
     rank, seed = TENANTS[tenant]
-    digests = []
+    answers: Answers = []
     async with Producer.connect(url, fleet="kills", tenant=tenant) as hotdesk:
         poet = await hotdesk.create_adapter("poet", rank=rank, seed=seed)
         for step in range(STEPS):
             forward = await poet.forward_backward(data(seed, step))
             update = await (await poet.optim_step(**ADAM))
-            await forward
             assert update.optimizer_step == step + 1
-            digests.append(update.digest)
+            answers.append((digest_of(encode_body(await forward)), update.digest))
             progress[tenant] = step + 1
-    return digests
+    return answers
 
 
-async def disturbed(fleet: Fleet, seed: int) -> dict[str, list[str]]:
+async def disturbed(fleet: Fleet, seed: int) -> dict[str, Answers]:
     rng = random.Random(seed)
     progress = dict.fromkeys(TENANTS, 0)
-    seen: dict[str, list[str]] = {}
+    seen: dict[str, Answers] = {}
 
     async def run(tenant: str) -> None:
         seen[tenant] = await train(EmbeddedServer(fleet.directory).url, tenant, progress)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Manifest(msgspec.Struct, frozen=True):
     facts: dict[str, Any]
     shards: dict[str, str]
     v: int = 1
+    request_id: str = ""  # that asked for it
 
 
 def begin(final: Path, overwrite: bool = False) -> Path:
@@ -42,6 +44,16 @@ def begin(final: Path, overwrite: bool = False) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     return aside
+
+
+def written_by(final: Path, request_id: str) -> str:
+    """The manifest's digest, where `request_id` wrote this checkpoint before and its workers died before they could say so; else empty."""
+    try:
+        if not request_id or read_manifest(final).request_id != request_id:
+            return ""
+        return hashlib.sha256((final / MANIFEST).read_bytes()).hexdigest()
+    except (UnknownCheckpoint, BadCheckpoint, OSError):
+        return ""
 
 
 def write_shard(aside: Path, name: str, data: bytes) -> str:
@@ -95,10 +107,18 @@ def read_shard(path: Path, manifest: Manifest, name: str) -> bytes:
     return data
 
 
-def forget_snapshots(directory: Path, keep: set[str]) -> None:
-    for old in directory.iterdir() if directory.is_dir() else ():
-        if old.name not in keep:
-            shutil.rmtree(old, ignore_errors=True)
+def snapshots_kept(versions: Iterable[int], newest: int, logged: int) -> set[int]:
+    """`newest` was just written, `logged` is the one that the log trusts until it knows; and the one before that, should it be damaged."""
+    before = max((version for version in versions if version < logged), default=logged)
+    return {newest, logged, before}
+
+
+def forget_snapshots(directory: Path, newest: int, logged: int) -> None:
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    keep = snapshots_kept((int(name) for name in names if name.isdigit()), newest, logged)
+    for name in names:
+        if name not in {str(version) for version in keep}:
+            shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def _sync_directory(path: Path) -> None:

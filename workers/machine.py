@@ -97,12 +97,15 @@ class Engine(Protocol):
 
     def optim_step(self, body: OptimStep) -> OptimStepResult: ...
     def sample(self, body: Sample) -> SampleResult: ...
-    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts) -> SaveResult: ...
+    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts, request_id: str) -> SaveResult:
+        """Slot to a checkpoint. Done once for a `request_id`: a second call finds the first one's and says the same."""
+        ...
+
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
         """Checkpoint to slot; the facts give optimizer_step, pending and digest."""
 
     def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
-        """Slot to the durable snapshot `version`; of the earlier ones only `keep` stays, which the log still trusts."""
+        """Slot to the durable snapshot `version`; of the earlier ones `keep` stays, which the log still trusts, and the one before it."""
 
     def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
         """Snapshot to slot, with or without the gradients that were pending in it."""
@@ -454,12 +457,13 @@ class Machine:
     def _save_state(self, step: Step, body: bytes) -> msgspec.Struct:
         request: SaveState = decode_body(Op.SAVE_STATE, body)
         self._slot_is_current(step)
-        return self.engine.save(step.adapter, request.name, "weights", request.overwrite, self._adapter_facts(step.adapter))
+        facts = self._adapter_facts(step.adapter)
+        return self.engine.save(step.adapter, request.name, "weights", request.overwrite, facts, step.request_id)
 
     def _save_weights(self, step: Step, body: bytes) -> msgspec.Struct:
         request: SaveWeightsForSampler = decode_body(Op.SAVE_WEIGHTS_FOR_SAMPLER, body)
         self._slot_is_current(step)
-        return self.engine.save(step.adapter, request.name, "sampler_weights", False, self._adapter_facts(step.adapter))
+        return self.engine.save(step.adapter, request.name, "sampler_weights", False, self._adapter_facts(step.adapter), step.request_id)
 
     def _slot_is_current(self, step: Step) -> None:
         held = self.held[step.adapter]

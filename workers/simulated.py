@@ -15,7 +15,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from state.errors import BadCheckpoint, UnknownCheckpoint, WorkerFailed, WorkersLostError
+from state.errors import BadCheckpoint, CheckpointExists, UnknownCheckpoint, WorkerFailed, WorkersLostError
 from state.events import AdapterFacts, GroupSpec, Part, StepKind
 from state.requests import (
     Forward,
@@ -60,17 +60,27 @@ def _hash(*parts: object) -> str:
     return hashlib.sha256("\0".join(str(part) for part in parts).encode()).hexdigest()
 
 
+class SimulatedDisk:
+    """Snapshots and checkpoints of engines that have no directory; outlives them."""
+
+    def __init__(self) -> None:
+        self.snapshots: dict[str, dict[int, Copy]] = {}
+        self.checkpoints: dict[tuple[str, str, str], tuple[str, Copy]] = {}  # (adapter, kind, name) -> the request that asked, the copy
+
+
 class SimulatedEngine:
-    def __init__(self, spec: GroupSpec = SIMULATED_SPEC, root: Path | None = None) -> None:
+    """`root`: writes real checkpoint directories there; without it, to `disk`."""
+
+    def __init__(self, spec: GroupSpec = SIMULATED_SPEC, root: Path | None = None, disk: SimulatedDisk | None = None) -> None:
         self.spec = spec
         self.root = root
+        self.disk = disk or SimulatedDisk()
         self.slots: dict[str, Copy] = {}
         self.device_slots: dict[str, Copy] = {}
         self.live: Copy | None = None
         self.sampler: Copy | None = None
         self.parts: set[Part] = set(ALL_PARTS)
         self.moved = 0
-        self.snapshots: dict[str, dict[int, Copy]] = {}
         self.spilled: dict[str, Copy] = {}
 
     def create(self, adapter: str, signature: Signature) -> None:
@@ -168,13 +178,20 @@ class SimulatedEngine:
             sequences.append(Sequence(Tensor("int32", (body.max_tokens,), tokens.tobytes()), _noise(str(seed), body.max_tokens), "length"))
         return SampleResult(tuple(sequences), _noise("prompt", body.prompt.shape[0]) if body.prompt_logprobs else None)
 
-    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts) -> SaveResult:
+    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts, request_id: str) -> SaveResult:
+        path = f"hotdesk://{adapter}/{kind}/{name}"
+        if self.root is None:
+            asked, there = self.disk.checkpoints.get((adapter, kind, name), ("", None))
+            if there is not None and not overwrite and (not request_id or asked != request_id):
+                raise CheckpointExists(f"checkpoint {name!r} exists")
+            self.disk.checkpoints[adapter, kind, name] = request_id, self.slots[adapter]
+            return SaveResult(path, _hash(msgspec.msgpack.encode(self.slots[adapter])))
         final = self._path(adapter, kind, name)
-        aside = checkpoints.begin(final, overwrite)
-        return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", self._write(aside, final, adapter, kind))
+        before = checkpoints.written_by(final, request_id)
+        return SaveResult(path, before or self._write(checkpoints.begin(final, overwrite), final, adapter, kind, request_id))
 
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
-        copy = self._read(self._path(source, "weights", name))
+        copy = self._read_checkpoint(source, name)
         if copy.signature.rank != self.slots[adapter].signature.rank:
             raise BadCheckpoint(f"checkpoint {name!r} has rank {copy.signature.rank}")
         copy = msgspec.structs.replace(copy, signature=self.slots[adapter].signature, grads="", pending=0)
@@ -183,20 +200,20 @@ class SimulatedEngine:
 
     def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
         if self.root is None:
-            kept = self.snapshots.setdefault(adapter, {})
+            kept = self.disk.snapshots.setdefault(adapter, {})
             kept[version] = self.slots[adapter]
-            for old in set(kept) - {version, keep}:
+            for old in set(kept) - checkpoints.snapshots_kept(kept, version, keep):
                 del kept[old]
             return
         final = self._path(adapter, "snapshot", str(version))
         self._write(checkpoints.begin(final, overwrite=True), final, adapter, "snapshot")
-        checkpoints.forget_snapshots(final.parent, {str(version), str(keep)})
+        checkpoints.forget_snapshots(final.parent, version, keep)
 
     def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
         if self.root is None:
-            if version not in self.snapshots.get(adapter, {}):
+            if version not in self.disk.snapshots.get(adapter, {}):
                 raise UnknownCheckpoint(f"snapshot {version} does not exist")
-            self.slots[adapter] = self.snapshots[adapter][version]
+            self.slots[adapter] = self.disk.snapshots[adapter][version]
         else:
             self.slots[adapter] = self._read(self._path(adapter, "snapshot", str(version)))
         if not pending:
@@ -228,15 +245,22 @@ class SimulatedEngine:
         return AdapterFacts(adapter, "offloaded", copy.pending, False, copy.optimizer_step, digest)
 
     def _path(self, adapter: str, kind: str, name: str) -> Path:
-        if self.root is None:
-            raise WorkerFailed("this simulated group has no directory for checkpoints")
+        assert self.root is not None
         return self.root / adapter / kind / name
 
-    def _write(self, aside: Path, final: Path, adapter: str, kind: str) -> str:
+    def _read_checkpoint(self, adapter: str, name: str) -> Copy:
+        if self.root is not None:
+            return self._read(self._path(adapter, "weights", name))
+        _, copy = self.disk.checkpoints.get((adapter, "weights", name), ("", None))
+        if copy is None:
+            raise UnknownCheckpoint(f"checkpoint {name!r} does not exist")
+        return copy
+
+    def _write(self, aside: Path, final: Path, adapter: str, kind: str, request_id: str = "") -> str:
         data = msgspec.msgpack.encode(self.slots[adapter])
         shards = {"shard-0.msgpack": checkpoints.write_shard(aside, "shard-0.msgpack", data)}
         signature = msgspec.to_builtins(self.slots[adapter].signature)
-        return checkpoints.commit(aside, final, checkpoints.Manifest(adapter, kind, signature, {}, {}, shards))
+        return checkpoints.commit(aside, final, checkpoints.Manifest(adapter, kind, signature, {}, {}, shards, request_id=request_id))
 
     def _read(self, path: Path) -> Copy:
         manifest = checkpoints.read_manifest(path)

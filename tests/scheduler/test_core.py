@@ -8,9 +8,10 @@ import re
 import msgspec
 import pytest
 
-from scheduler.core import Drain, Joined, Kept, Tick
+from scheduler.core import Core, Drain, Joined, Kept, Tick
 from scheduler.validation import Limits
 from state.events import RequestRefused, Settings, StepKind, StepStarted
+from state.fleet import decode as decode_fleet
 from state.fleet import encode
 from state.log import Entry
 from state.requests import (
@@ -375,7 +376,7 @@ def test_a_damaged_snapshot_costs_time_and_no_bit(kill_after, damaged):
         for fleet in (control, bench):
             fleet.program("ada", [op], first=seq)
             fleet.settle()
-        kept = bench.snapshots["main"].get("ada/poet", {})
+        kept = bench.disks["main"].snapshots.get("ada/poet", {})
         if seq == kill_after:
             bench.kill()
             for version in sorted(kept)[-1:] if damaged == 1 else sorted(kept)[:1] * (len(kept) == 1):
@@ -394,7 +395,7 @@ def test_both_snapshots_damaged_is_an_error_with_words():
     bench.program("ada", [FB, STEP], first=3)
     bench.settle()
     bench.kill()
-    bench.snapshots["main"].clear()
+    bench.disks["main"].snapshots.clear()
     bench.join()
     lost = bench.send("ada", "poet", 5, Op.FORWARD, forward_body())
     bench.settle()
@@ -471,6 +472,20 @@ def test_a_step_in_doubt_is_settled_by_the_workers_own_record(bench):
         after = step.id
     batch = bench.handle(Joined("main", bench.status("main")))
     assert bench.replies["ada/poet/1"].status == "completed"
+    assert [s.op for d in batch.dispatches for s in d.steps] == [STEP]
+
+
+def test_a_new_leader_asks_the_workers_before_it_commands_them(bench):
+    """Found by simulation: it had planned on the state that the last leader left, while that leader's steps were being settled."""
+    bench.program("ada", [FB])
+    bench.settle()
+    bench.send("ada", "poet", 2, STEP, OptimStep())
+    fleet = decode_fleet(encode(bench.fleet))
+    bench.core = Core(fleet, Limits())
+    bench.commit(bench.core.lead(bench.now_ms, 2, "next", Settings()))
+    inputs, bench._pending = bench._pending, []
+    assert bench.handle(*inputs).dispatches == []
+    batch = bench.handle(Joined("main", bench.status("main")))
     assert [s.op for d in batch.dispatches for s in d.steps] == [STEP]
 
 

@@ -38,7 +38,7 @@ async def read_all(history):
 
 async def test_what_was_trimmed_reads_as_if_it_were_still_there(log, tmp_path):
     archive = await archived(Archive(Directory(tmp_path), segment_events=12), log, EVENTS[29][0])
-    assert len(archive.first_ids()) == 3
+    assert len(archive.spans()) == 3
     await log.trim(log.epoch, EVENTS[29][0])
     assert await log.bounds() == (EVENTS[29][0], EVENTS[39][0])
     assert await read_all(History(Archive(Directory(tmp_path)), log)) == EVENTS
@@ -54,11 +54,11 @@ async def test_archiving_goes_on_where_it_stopped(log, tmp_path):
 
 
 async def test_segments_of_a_deposed_leader_and_its_successor_may_overlap(log, tmp_path):
-    await archived(Archive(Directory(tmp_path), segment_events=5), log, EVENTS[19][0])
-    late = Archive(Directory(tmp_path / "other"), segment_events=15)
-    await archived(late, log, EVENTS[14][0])
-    for name in late.files.names():
-        Directory(tmp_path).write(name, late.files.read(name))
+    """Found by simulation: a segment that a deposed leader wrote late had replaced a longer one, whose events were trimmed already."""
+    late = await Archive(Directory(tmp_path)).following(log, EVENTS[4][0])
+    await archived(Archive(Directory(tmp_path)), log, EVENTS[9][0])
+    await log.trim(log.epoch, EVENTS[9][0])
+    Archive(Directory(tmp_path)).add(late)
     assert await read_all(History(Archive(Directory(tmp_path)), log)) == EVENTS
 
 
@@ -83,6 +83,14 @@ async def test_a_trimmed_log_without_its_archive_is_refused(log, tmp_path):
     await log.trim(log.epoch, EVENTS[29][0])
     with pytest.raises(LogTruncated, match="no archive holds"):
         await read_all(History(Archive(Directory(tmp_path)), log))
+
+
+async def test_a_trim_between_two_reads_is_noticed(log, tmp_path, monkeypatch):
+    """Found by simulation: a standby that read the log while the leader trimmed it had folded across the hole."""
+    history = History(await archived(Archive(Directory(tmp_path)), log, EVENTS[29][0]), log)
+    read = await history.read(0, 10)
+    await log.trim(log.epoch, EVENTS[29][0])
+    assert await history.read(read[-1][0], 100) == EVENTS[10:30]
 
 
 async def test_a_log_that_ends_before_the_archive_is_refused(log, tmp_path):

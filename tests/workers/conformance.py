@@ -328,6 +328,15 @@ class Conformance:
         assert code(outcome) == "CheckpointExists"
         assert code(device.do(StepKind.EXECUTE, a, op=Op.LOAD_STATE, body=LoadState("two"))) == "UnknownCheckpoint"
 
+    def test_a_save_that_is_asked_for_again_finds_what_it_wrote(self, device):
+        """The workers may die between the checkpoint and the word of it; the request then runs once more, and must not meet itself."""
+        a = self.name(device, "a")
+        device.create(a, 1)
+        for op, body in ((Op.SAVE_STATE, SaveState("two")), (Op.SAVE_WEIGHTS_FOR_SAMPLER, SaveWeightsForSampler("two"))):
+            first = device.run(a, op, body, request_id=f"{a}/5")
+            assert device.run(a, op, body, request_id=f"{a}/5") == first
+            assert code(device.do(StepKind.EXECUTE, a, op=op, body=body, request_id=f"{a}/6")) == "CheckpointExists"
+
     def test_a_snapshot_restores_pending_gradients_too(self, device):
         a, alone = self.name(device, "a"), self.name(device, "alone")
         device.create(alone, 1)

@@ -555,21 +555,25 @@ class MegatronEngine:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts) -> SaveResult:
+    def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts, request_id: str) -> SaveResult:
         path = self.root / adapter / kind / name
-        if kind == "sampler_weights":
-            digest = self._together(lambda: self._export(adapter, path, facts))
-            return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", digest)
-        tensors = self._whole(self.slots[adapter])
-        digest = self._together(lambda: shards.save(self, facts, path, kind, tensors, overwrite))
-        return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", digest)
 
-    def _export(self, adapter: str, path: Path, facts: AdapterFacts) -> str:
+        def write() -> str:
+            before = shards.written_by(path, request_id)
+            if before:
+                return before
+            if kind == "sampler_weights":
+                return self._export(adapter, path, facts, request_id)
+            return shards.save(self, facts, path, kind, self._whole(self.slots[adapter]), overwrite, request_id)
+
+        return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", self._together(write))
+
+    def _export(self, adapter: str, path: Path, facts: AdapterFacts, request_id: str) -> str:
         """The sampler's copy: what HF PEFT and the engines that follow it load. Tensor-parallel shards are gathered to rank 0."""
         named = self._named(adapter)  # on every rank: sharded masters are gathered for it
         everyone = [one for one in self._gather_world(named if self.dp_rank == 0 else {}) if one]
         files = peft.files(everyone, self.config, self.slots[adapter].signature, self.rows()) if dist.get_rank() == 0 else {}
-        return shards.export(self, facts, path, files)
+        return shards.export(self, facts, path, files, request_id)
 
     def rows(self) -> set[str]:
         """Modules around a row-parallel base: their A is sharded by its input."""
@@ -582,7 +586,7 @@ class MegatronEngine:
         path = self.root / adapter / "snapshot" / str(version)
         self._together(lambda: shards.save(self, facts, path, "snapshot", self._whole(self.slots[adapter]), True))
         if dist.get_rank() == 0:
-            checkpoints.forget_snapshots(path.parent, {str(version), str(keep)})
+            checkpoints.forget_snapshots(path.parent, version, keep)
 
     def spill(self, adapter: str, facts: AdapterFacts) -> None:
         slot = self.slots[adapter]

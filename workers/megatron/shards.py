@@ -43,7 +43,20 @@ def combine(per_rank: list[list[int]]) -> str:
     return hashlib.sha256(repr(per_rank).encode()).hexdigest()[:16]
 
 
-def save(engine: MegatronEngine, facts: AdapterFacts, final: Path, kind: str, tensors: dict[str, torch.Tensor], overwrite: bool) -> str:
+def written_by(final: Path, request_id: str) -> str:
+    """Rank 0's answer, on every rank."""
+    return str(_on_rank_0(lambda: checkpoints.written_by(final, request_id)))
+
+
+def save(
+    engine: MegatronEngine,
+    facts: AdapterFacts,
+    final: Path,
+    kind: str,
+    tensors: dict[str, torch.Tensor],
+    overwrite: bool,
+    request_id: str = "",
+) -> str:
     """Every rank writes its shard aside; rank 0 writes the manifest over all of them and makes it visible. Returns its digest."""
     rank = dist.get_rank()
     prepared = _on_rank_0(lambda: checkpoints.begin(final, overwrite))
@@ -54,12 +67,12 @@ def save(engine: MegatronEngine, facts: AdapterFacts, final: Path, kind: str, te
     signature = msgspec.to_builtins(engine.slots[facts.adapter].signature)
     known: dict[str, Any] = {"optimizer_step": facts.optimizer_step, "pending": facts.pending, "digest": facts.digest}
     known["group_steps"] = engine.slots[facts.adapter].group_steps
-    manifest = checkpoints.Manifest(facts.adapter, kind, signature, _layout(engine), known, dict(written))
+    manifest = checkpoints.Manifest(facts.adapter, kind, signature, _layout(engine), known, dict(written), request_id=request_id)
     digest = _on_rank_0(lambda: checkpoints.commit(aside, final, manifest))
     return str(digest)
 
 
-def export(engine: MegatronEngine, facts: AdapterFacts, final: Path, files: dict[str, bytes]) -> str:
+def export(engine: MegatronEngine, facts: AdapterFacts, final: Path, files: dict[str, bytes], request_id: str) -> str:
     """Rank 0's `files`, with a manifest; immutable once visible."""
 
     def write() -> str:
@@ -67,9 +80,9 @@ def export(engine: MegatronEngine, facts: AdapterFacts, final: Path, files: dict
         written = {name: checkpoints.write_shard(aside, name, data) for name, data in files.items()}
         signature = msgspec.to_builtins(engine.slots[facts.adapter].signature)
         known = {"optimizer_step": facts.optimizer_step}
-        return checkpoints.commit(
-            aside, final, checkpoints.Manifest(facts.adapter, "sampler_weights", signature, _layout(engine), known, written)
-        )
+        layout = _layout(engine)
+        manifest = checkpoints.Manifest(facts.adapter, "sampler_weights", signature, layout, known, written, request_id=request_id)
+        return checkpoints.commit(aside, final, manifest)
 
     return str(_on_rank_0(write))
 
