@@ -76,7 +76,8 @@ class World:
         return self.disks.setdefault(name, SimulatedFiles(self))
 
     async def latency(self) -> None:
-        await anyio.sleep(self.random.random() * 0.01)
+        if self.random.random() < 0.4:
+            await anyio.sleep(self.random.random() * 0.02)
 
 
 class Host:
