@@ -119,6 +119,8 @@ class History:
                 raise LogTruncated(f"the log ends at {ids.text(after)}, and the archive holds events after that: the server lost data")
             return events
         archived = self._archived(after, limit)
+        if not held and not after and archived and any(await self.log.bounds()):
+            return await self.read(after, limit)  # the fleet's first leader began, and archived, between the two looks
         if not held and (after or archived):
             raise LogTruncated(f"the log holds nothing from {ids.text(after)} on, and it or its archive did before: the server lost data")
         if held and not archived:
