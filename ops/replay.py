@@ -156,7 +156,7 @@ class Verifier:
         """Groups that had work and did nothing: right in a drain, which ends with the leader; wrong if they decide later in its term."""
         for name, group in self.fleet.groups.items():
             joined = group.incarnation and group.joined_epoch == self.fleet.epoch
-            if group.runnable and not group.steps and joined and not group.broken:
+            if group.queue.waiting and not group.steps and joined and not group.broken:
                 self._idle.setdefault(name, self.fleet.log_id)
 
     def _decide(self, log_id: int, group: Group, recorded: Step) -> list[Step]:

@@ -19,6 +19,7 @@ from scheduler.policy import POLICIES
 from scheduler.validation import Limits
 from state.errors import ConfigError
 from state.events import Settings
+from state.fair_queue import Share
 from state.requests import is_name
 from workers.group_config import LORA_TARGETS, GroupConfig
 
@@ -43,8 +44,12 @@ class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str = "round_robin"
+    name: str = "fair"
     turn_requests: int = 8
+    turn_least_ms: float = 50.0
+    turn_most_ms: float = 2000.0
+    turn_switches: float = 20.0
+    tenants: dict[str, Share] = {}
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,6 +88,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Settings(
             policy=self.policy.name,
             turn_requests=self.policy.turn_requests,
+            turn_least_us=int(1000 * self.policy.turn_least_ms),
+            turn_most_us=int(1000 * self.policy.turn_most_ms),
+            turn_switches=self.policy.turn_switches,
+            shares=self.policy.tenants,
             held_requests=self.limits.held_requests,
             gap_deadline_ms=int(self.limits.gap_deadline_s * 1000),
             tenant_queue=self.limits.tenant_queue,
@@ -141,6 +150,13 @@ def _check(config: Config) -> None:
         ("fleet.name", is_name(config.fleet.name), "is no valid name"),
         ("policy.name", config.policy.name in POLICIES, f"is none of {sorted(POLICIES)}"),
         ("policy.turn_requests", config.policy.turn_requests >= 1, "must be at least 1"),
+        ("policy.turn_least_ms", config.policy.turn_least_ms >= 0, "must not be negative"),
+        ("policy.turn_most_ms", config.policy.turn_most_ms >= config.policy.turn_least_ms, "must be at least turn_least_ms"),
+        ("policy.turn_switches", config.policy.turn_switches >= 0, "must not be negative"),
+        *(
+            (f"policy.tenants.{name}.weight", 1e-6 <= share.weight <= 1e6, "must be between 1e-6 and 1e6")
+            for name, share in config.policy.tenants.items()
+        ),
         ("redis.lease_ms", config.redis.lease_ms >= 500, "must be at least 500"),
         (
             "redis.url",

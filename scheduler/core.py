@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from scheduler.policy import POLICIES, Policy
-from scheduler.validation import Limits, Refusal, check_body
+from scheduler.validation import Limits, Refusal, check_body, work_of
 from state import log_id as ids
 from state.errors import (
     AdapterExists,
@@ -53,6 +53,7 @@ from state.events import (
     WorkersJoined,
     WorkersLost,
 )
+from state.fair_queue import Share
 from state.fleet import DAMAGED, Adapter, Fleet, Group, Tenant, apply, gap_error, gap_expired, needed_bodies
 from state.invariants import violated
 from state.log import Commit, Entry, Result
@@ -144,6 +145,7 @@ class Core:
         self.limits = limits
         self.draining = False
         self.resting: set[str] = set()
+        self._buckets: dict[str, tuple[float, int]] = {}
         self._now_ms = 0
         self._last_id = fleet.log_id
         self._batch = Batch(Commit(fleet.log_id))
@@ -281,8 +283,9 @@ class Core:
                 raise ResultExpired(f"seq {request.seq} ended before; the next is {adapter.next_seq}")
             spec = self.fleet.groups[adapter.group].spec
             assert spec is not None
-            check_body(Op(envelope.op), envelope.body, spec, self.limits)
-            event = RequestAccepted(request)
+            op = Op(envelope.op)
+            work = work_of(op, check_body(op, envelope.body, spec, self.limits))
+            event = RequestAccepted(msgspec.structs.replace(request, work=work) if work else request)
         if not request.body and request.size:
             self._batch.commit.blobs.append((request.digest, entry.intake_id))
         self._emit(event)
@@ -290,16 +293,36 @@ class Core:
     def _check_room(self, request: Request, adapter: Adapter | None) -> None:
         settings = self.fleet.settings
         tenant = self.fleet.tenants.get(request.tenant)
+        share = settings.share(request.tenant)
+        if share.per_second:
+            self._check_rate(request.tenant, share.per_second)
         if adapter is not None and request.seq == adapter.next_seq:
             return  # what fills a gap lets others leave; there is one such request an adapter
         if self.fleet.queued >= settings.total_queue:
             raise Busy(f"{self.fleet.queued} requests are queued", retry_after_ms=1000)
-        if tenant is not None and tenant.queued >= settings.tenant_queue:
-            raise Busy(f"{tenant.queued} requests of this tenant are queued", retry_after_ms=500)
+        if tenant is not None:
+            self._check_share(request, tenant, share)
         if adapter is not None and request.seq > adapter.next_seq + settings.tenant_queue:
             raise Busy(f"seq {request.seq} is too far ahead of {adapter.next_seq}", retry_after_ms=500)
         if adapter is not None and adapter.gap_since and request.seq != adapter.next_seq and len(adapter.queue) >= settings.held_requests:
             raise Busy(f"{len(adapter.queue)} requests are held for seq {adapter.next_seq}", retry_after_ms=500)
+
+    def _check_share(self, request: Request, tenant: Tenant, share: Share) -> None:
+        most = share.queued or self.fleet.settings.tenant_queue
+        if tenant.queued >= most:
+            raise Busy(f"{tenant.queued} requests of this tenant are queued", retry_after_ms=500)
+        if share.queued_bytes and tenant.queued and tenant.queued_bytes + request.size > share.queued_bytes:
+            raise Busy(f"{tenant.queued_bytes} bytes of this tenant are queued", retry_after_ms=500)
+        if share.adapters and request.op == Op.CREATE_ADAPTER and tenant.adapters >= share.adapters:
+            raise Busy(f"this tenant has {tenant.adapters} adapters", retry_after_ms=5000)
+
+    def _check_rate(self, tenant: str, per_second: float) -> None:
+        """A bucket that holds one second's requests. Not part of the state: a new leader begins with full ones."""
+        tokens, at_ms = self._buckets.get(tenant, (max(1.0, per_second), self._now_ms))
+        tokens = min(max(1.0, per_second), tokens + max(0, self._now_ms - at_ms) * per_second / 1000)
+        if tokens < 1:
+            raise Busy(f"this tenant may send {per_second:g} requests a second", retry_after_ms=int(1000 * (1 - tokens) / per_second) + 1)
+        self._buckets[tenant] = tokens - 1, self._now_ms
 
     def _creation(self, envelope: Envelope, request: Request, adapter: Adapter | None) -> RequestAccepted:
         if adapter is not None:
@@ -483,13 +506,11 @@ class Core:
         self._batch.commit.forget += sorted(kept.bodies - needed_bodies(self.fleet))
 
     def _expire_gaps(self) -> None:
-        settings = self.fleet.settings
-        for group in self.fleet.groups.values():
-            for key in list(group.adapters):
-                adapter = self.fleet.adapters[key]
-                if gap_expired(adapter, settings, self._now_ms):
-                    for queued in list(adapter.queue.values()):
-                        self._fail(queued.request.request_id, gap_error(adapter, queued.request))
+        for key in list(self.fleet.gaps):
+            adapter = self.fleet.adapters[key]
+            if gap_expired(adapter, self.fleet.settings, self._now_ms):
+                for queued in list(adapter.queue.values()):
+                    self._fail(queued.request.request_id, gap_error(adapter, queued.request))
 
     # --- turns ----------------------------------------------------------------------------------------------------
 

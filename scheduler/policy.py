@@ -11,7 +11,7 @@ from state.events import Request
 from state.fleet import Adapter, Fleet, Group
 from state.plan import Turn
 from state.requests import Op
-from state.residency import NEEDS
+from state.residency import NEEDS, Residency
 
 
 class Policy(Protocol):
@@ -43,10 +43,10 @@ class Fifo:
     """The oldest waiting request first, whoever sent it, one at a time."""
 
     def turn(self, fleet: Fleet, group: Group, but: str = "") -> Turn | None:
-        candidates = [key for key in group.runnable if key != but]
+        candidates = [(at, key) for key, at in group.queue.runnable() if key != but]
         if not candidates:
             return None
-        key = min(candidates, key=lambda k: (group.runnable[k], k))
+        _, key = min(candidates)
         return Turn(key, ready(fleet.adapters[key], 1))
 
 
@@ -55,7 +55,7 @@ class RoundRobin:
     requests in a row."""
 
     def turn(self, fleet: Fleet, group: Group, but: str = "") -> Turn | None:
-        candidates = [key for key in group.runnable if key != but]
+        candidates = [key for key, _ in group.queue.runnable() if key != but]
         if not candidates:
             return None
         last_by_tenant: dict[str, int] = {}
@@ -71,4 +71,71 @@ class RoundRobin:
         return Turn(key, ready(fleet.adapters[key], fleet.settings.turn_requests))
 
 
-POLICIES: dict[str, Policy] = {"fifo": Fifo(), "round_robin": RoundRobin()}
+class Fair:
+    """Start-time fair queueing over measured accelerator time, switches included (`state.fair_queue`). The tenant that had least for its
+    weight is next, and among its adapters the one longest without a turn, those on the device first.
+
+    A turn is worth `turn_switches` times what a switch costs, so switching is a bounded part of the whole. Where trainer and sampler share
+    the device, whoever needs it as it is goes first for as long as that, so giving it away is too.
+    """
+
+    LOOK = 64  # tenants that are looked at for one that needs the device as it is
+    LONGEST = 64  # requests in a turn
+
+    def turn(self, fleet: Fleet, group: Group, but: str = "") -> Turn | None:
+        sampling = group.device.sampler
+        worth_us = turn_worth_us(fleet, group)
+        first, priority = "", 0
+        for tenant in group.queue.in_order(self.LOOK):
+            key, suits = self._adapter(fleet, group, tenant, but, sampling)
+            if not key:
+                continue
+            if first and fleet.settings.share(tenant).priority != priority:
+                break
+            if not first:
+                first, priority = key, fleet.settings.share(tenant).priority
+            if suits:
+                return self._turn(fleet, group, key, worth_us)
+            if group.queue.phase_us >= worth_us:
+                break
+        return self._turn(fleet, group, first, worth_us) if first else None
+
+    @staticmethod
+    def _adapter(fleet: Fleet, group: Group, tenant: str, but: str, sampling: bool) -> tuple[str, bool]:
+        """The tenant's next adapter, and whether it needs the device as it is."""
+
+        def rank(key: str) -> tuple[bool, int, bool, str]:
+            adapter = fleet.adapters[key]
+            other_phase = _sampling(adapter.queue[adapter.next_seq].request) != sampling
+            return other_phase, adapter.last_turn, adapter.residency not in ON_DEVICE, key
+
+        keys = [key for key in group.queue.waiting[tenant] if key != but]
+        if not keys:
+            return "", False
+        best = min(map(rank, keys))
+        return best[3], not best[0]
+
+    def _turn(self, fleet: Fleet, group: Group, key: str, worth_us: int) -> Turn:
+        adapter = fleet.adapters[key]
+        requests: list[Request] = []
+        expected_us = 0
+        for request in ready(adapter, self.LONGEST):
+            cost = group.queue.costs.get(request.op)
+            known = cost is not None and cost.work > 0
+            if requests and (expected_us >= worth_us or (not known and len(requests) >= fleet.settings.turn_requests)):
+                break
+            requests.append(request)
+            expected_us += cost.of(request.work) if cost is not None else 0
+        return Turn(key, tuple(requests))
+
+
+ON_DEVICE = frozenset({Residency.LIVE, Residency.PARKED, Residency.RESIDENT})
+
+
+def turn_worth_us(fleet: Fleet, group: Group) -> int:
+    """Accelerator time that a turn should take, switches not counted."""
+    settings = fleet.settings
+    return min(settings.turn_most_us, max(settings.turn_least_us, int(settings.turn_switches * group.queue.switch_us)))
+
+
+POLICIES: dict[str, Policy] = {"fair": Fair(), "fifo": Fifo(), "round_robin": RoundRobin()}

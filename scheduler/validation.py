@@ -168,6 +168,15 @@ def _name(body: SaveState | SaveWeightsForSampler | LoadState, spec: GroupSpec, 
         raise BadName(f"adapter name {body.adapter!r} is not allowed")
 
 
+def work_of(op: Op, body: Any) -> int:
+    """Tokens that a checked body computes on: what its cost is in proportion to."""
+    if op in (Op.FORWARD, Op.FORWARD_BACKWARD):
+        return sum(datum.tokens.shape[0] for datum in body.data)
+    if op is Op.SAMPLE:
+        return int(body.prompt.shape[0] + body.num_samples * body.max_tokens)
+    return 0
+
+
 _CHECKS: dict[Op, Any] = {
     Op.CREATE_ADAPTER: _create,
     Op.FORWARD: _forward,

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from state.errors import ErrorInfo, LogVersion
+from state.fair_queue import EQUAL, Share
 
 STALE = "!stale"  # what is live when the bound adapter was deleted: its leftovers belong to nobody
 
@@ -116,6 +117,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str
     size: int
     body: bytes = b""
+    work: int = 0  # tokens that it computes on, known once its body was checked
 
     @property
     def request_id(self) -> str:
@@ -136,7 +138,14 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     snapshot_fallback: bool = False  # a damaged snapshot: rebuild from the one before it
     snapshot_share: float = 0.0  # snapshot once this share of the re-execution time pays for writing one; 0: by count only
     snapshot_after_bytes: int = 2**60  # of bodies kept for a re-execution of one adapter
+    turn_least_us: int = 50_000  # fair: a turn is worth so much accelerator time, or
+    turn_switches: float = 20.0  # so many times what a switch costs, whichever is more,
+    turn_most_us: int = 2_000_000  # but no more than this, while there is work for it
+    shares: dict[str, Share] = {}
     parking: bool = True  # test seam: False plants the lost-gradient fault that the suite must notice
+
+    def share(self, tenant: str) -> Share:
+        return self.shares.get(tenant) or self.shares.get("default", EQUAL)
 
 
 # --- events ------------------------------------------------------------------------------------------------------

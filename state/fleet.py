@@ -36,12 +36,28 @@ from state.events import (
     WorkersJoined,
     WorkersLost,
 )
+from state.fair_queue import Cost, FairQueue
 from state.log_id import ms_of
 from state.requests import MUTATING_OPS, Op, Signature, adapter_key
 from state.residency import ALL_PARTS, OP_MOVES, STEP_MOVES, ForbiddenMove, Move, Residency, moved
 
 ENDED_LANES = 4096  # a tenant's; a duplicate that comes after as many newer adapters ended is taken for a new request
 DAMAGED = ("BadCheckpoint", "UnknownCheckpoint")  # why a snapshot cannot be restored, ever
+#: Steps that a change of adapter, or of who has the device, costs.
+SWITCHING = frozenset(
+    {
+        StepKind.SWAP,
+        StepKind.PARK,
+        StepKind.UNPARK,
+        StepKind.BACKLOAD,
+        StepKind.OFFLOAD,
+        StepKind.WAKE_SAMPLER,
+        StepKind.SLEEP_SAMPLER,
+        StepKind.PUBLISH,
+        StepKind.FETCH,
+        StepKind.SPILL,
+    }
+)
 OUTCOME_BUCKET_MS = 60_000  # outcomes are forgotten a bucket at a time, so that forgetting costs nothing per event
 
 
@@ -130,7 +146,7 @@ class Device(msgspec.Struct, array_like=True):
 
 
 class Group(msgspec.Struct, array_like=True):
-    """One worker group. `steps`: in flight, in order. `runnable`: adapters with work that can run now -> head's log id."""
+    """One worker group. `steps`: in flight, in order."""
 
     name: str
     incarnation: str = ""
@@ -142,7 +158,7 @@ class Group(msgspec.Struct, array_like=True):
     next_step: int = 1
     turn: int = 0
     turn_adapter: str = ""
-    runnable: dict[str, int] = {}
+    queue: FairQueue = msgspec.field(default_factory=FairQueue)  # tenants and adapters with work that can run now
     adapters: dict[str, None] = {}
     failures: int = 0  # steps failed in a row without a finished one
     broken: str = ""
@@ -167,6 +183,8 @@ class Tenant(msgspec.Struct, array_like=True):
     refused: int = 0
     cancelled: int = 0
     used_us: int = 0
+    queued_bytes: int = 0
+    adapters: int = 0
     ended: dict[str, None] = {}  # lanes of adapters that are gone, the newest `ENDED_LANES`: a late duplicate must not bring one back
 
 
@@ -183,6 +201,7 @@ class Fleet(msgspec.Struct, array_like=True):
     adapters: dict[str, Adapter] = {}
     groups: dict[str, Group] = {}
     outcomes: dict[int, dict[str, Outcome]] = {}  # bucket of time -> request id -> outcome
+    gaps: dict[str, None] = {}  # adapters that wait for a missing seq
 
     def outcome(self, request_id: str) -> Outcome | None:
         for bucket in reversed(self.outcomes.values()):
@@ -275,11 +294,13 @@ def _request_accepted(fleet: Fleet, log_id: int, event: RequestAccepted) -> None
     tenant = fleet.tenants.setdefault(request.tenant, Tenant())
     tenant.accepted += 1
     tenant.queued += 1
+    tenant.queued_bytes += request.size
     fleet.queued += 1
     if event.signature is not None:
         adapter = Adapter(request.adapter, request.tenant, request.lane, event.group, Signature(*event.signature))
         fleet.adapters[request.adapter] = adapter
         fleet.groups[event.group].adapters[request.adapter] = None
+        tenant.adapters += 1
     else:
         adapter = fleet.adapters[request.adapter]
     adapter.queue[request.seq] = Queued(request, log_id)
@@ -321,6 +342,7 @@ def _terminal(fleet: Fleet, log_id: int, request_id: str, status: str, error: Er
     request = adapter.queue.pop(seq).request
     tenant = fleet.tenants[tenant_name]
     tenant.queued -= 1
+    tenant.queued_bytes -= request.size
     fleet.queued -= 1
     setattr(tenant, status, getattr(tenant, status) + 1)
     _remember(fleet, request_id, Outcome(status, request.op, request.adapter, request.digest, log_id, error))
@@ -332,7 +354,9 @@ def _terminal(fleet: Fleet, log_id: int, request_id: str, status: str, error: Er
     if gone and not adapter.queue:
         group = fleet.groups[adapter.group]
         group.adapters.pop(adapter.key, None)
-        group.runnable.pop(adapter.key, None)
+        group.queue.leave(adapter.tenant, adapter.key)
+        fleet.gaps.pop(adapter.key, None)
+        tenant.adapters -= 1
         del fleet.adapters[adapter.key]
         tenant.ended[adapter.lane] = None
         if len(tenant.ended) > ENDED_LANES:
@@ -348,6 +372,7 @@ def _step_started(fleet: Fleet, log_id: int, event: StepStarted) -> None:
     assert step.id == group.next_step, f"step {step.id} started where {group.next_step} was due"
     if not group.steps:
         group.turn += 1
+        group.queue.open_turn(_payer(step))
         adapter = fleet.adapters.get(step.adapter)
         if step.adapter and step.adapter != group.turn_adapter:
             group.turn_adapter = step.adapter
@@ -505,9 +530,25 @@ def _hold_against(fleet: Fleet, group: Group, step: Step, expected: Expected) ->
 def _charge(fleet: Fleet, group: Group, step: Step, cost_us: int, facts: Facts) -> None:
     group.busy_us += cost_us
     group.moved_bytes += facts.moved_bytes
-    tenant = fleet.tenants.get((step.request_id or step.adapter).partition("/")[0])
-    if tenant is not None:
-        tenant.used_us += cost_us
+    payer = _payer(step)
+    tenant = fleet.tenants.get(payer)
+    if tenant is None:
+        return
+    tenant.used_us += cost_us
+    queue = group.queue
+    queue.charge(payer, cost_us, fleet.settings.share(payer))
+    queue.phase_us = 0 if step.kind in (StepKind.WAKE_SAMPLER, StepKind.SLEEP_SAMPLER) else queue.phase_us + cost_us
+    if step.kind in SWITCHING:
+        queue.turn_switch_us += cost_us
+    elif step.kind is StepKind.EXECUTE and not step.redo:
+        found = fleet.queued_request(step.request_id)
+        work = found[1].request.work if found is not None else 0
+        queue.costs.setdefault(step.op, Cost()).add(cost_us, work)
+
+
+def _payer(step: Step) -> str:
+    """The tenant whose request made the step necessary: it pays for the switches that it causes."""
+    return (step.request_id or step.adapter).partition("/")[0]
 
 
 def _counters(group: Group, step: Step) -> None:
@@ -534,7 +575,8 @@ def _workers_lost(fleet: Fleet, log_id: int, event: WorkersLost) -> None:
     _lose_all(fleet, group)
     group.lost = group.incarnation
     group.broken = ""
-    group.incarnation, group.steps, group.device, group.runnable = "", {}, Device(), {}
+    group.incarnation, group.steps, group.device = "", {}, Device()
+    group.queue.clear()
 
 
 def _lose_all(fleet: Fleet, group: Group) -> None:
@@ -563,13 +605,15 @@ def _reindex(fleet: Fleet, adapter: Adapter, log_id: int) -> None:
     group = fleet.groups[adapter.group]
     head = adapter.queue.get(adapter.next_seq)
     if head is not None and group.incarnation:
-        group.runnable[adapter.key] = head.at
+        group.queue.wait(adapter.tenant, adapter.key, head.at, fleet.settings.share(adapter.tenant))
     else:
-        group.runnable.pop(adapter.key, None)
+        group.queue.leave(adapter.tenant, adapter.key)
     if head is None and adapter.queue:
         adapter.gap_since = adapter.gap_since or log_id
-    else:
+        fleet.gaps[adapter.key] = None
+    elif adapter.gap_since:
         adapter.gap_since = 0
+        fleet.gaps.pop(adapter.key, None)
 
 
 def gap_expired(adapter: Adapter, settings: Settings, now_ms: int) -> bool:

@@ -169,31 +169,38 @@ class Synchronous:
             self.all_replies.append(reply)
             self.replies[reply.request_id] = reply
 
+    def one_turn(self, batch: Batch) -> Batch:
+        """Works off what `batch` dispatched, and returns what followed."""
+        return self._work_off(batch, lambda: False)
+
     def settle(self, dies: Callable[[], bool] = lambda: False) -> Synchronous:
         """`dies` is asked before and after every step: True kills that group's workers there, and new ones join."""
         inputs, self._pending = self._pending, []
         batch = self.handle(*inputs)
         while batch.dispatches:
-            outcomes: list[Input] = []
-            for dispatch in batch.dispatches:
-                after = 0
-                name, incarnation = dispatch.group, self.incarnations[dispatch.group]
-                for step in dispatch.steps:
-                    dead = dies()
-                    if not dead:
-                        body = self.bodies.get(step.request_id, NOTHING)
-                        outcome = self.machines[name].apply(Call(1, step, after, body))
-                        if self.cost_us is not None:
-                            outcome = msgspec.structs.replace(outcome, cost_us=self.cost_us(Call(1, step)))
-                        after = step.id
-                        dead = dies()  # it was done, but nobody heard of it
-                    if dead:
-                        outcomes += [Lost(name, incarnation, "killed"), self.reborn(name)]
-                        break
-                    outcomes.append(Finished(name, incarnation, outcome))
-            batch = self.handle(*outcomes)
+            batch = self._work_off(batch, dies)
         assert not any(group.broken for group in self.fleet.groups.values()), self.fleet.groups
         return self
+
+    def _work_off(self, batch: Batch, dies: Callable[[], bool]) -> Batch:
+        outcomes: list[Input] = []
+        for dispatch in batch.dispatches:
+            after = 0
+            name, incarnation = dispatch.group, self.incarnations[dispatch.group]
+            for step in dispatch.steps:
+                dead = dies()
+                if not dead:
+                    body = self.bodies.get(step.request_id, NOTHING)
+                    outcome = self.machines[name].apply(Call(1, step, after, body))
+                    if self.cost_us is not None:
+                        outcome = msgspec.structs.replace(outcome, cost_us=self.cost_us(Call(1, step)))
+                    after = step.id
+                    dead = dies()  # it was done, but nobody heard of it
+                if dead:
+                    outcomes += [Lost(name, incarnation, "killed"), self.reborn(name)]
+                    break
+                outcomes.append(Finished(name, incarnation, outcome))
+        return self.handle(*outcomes)
 
     # --- looking --------------------------------------------------------------------------------------------------------
 

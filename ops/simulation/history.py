@@ -104,7 +104,7 @@ def _drawn(value: int, wanted: int) -> int:
 
 def _settings(rng: random.Random) -> Settings:
     return Settings(
-        policy=rng.choice(("fifo", "round_robin")),
+        policy=rng.choice(("fair", "fifo", "round_robin")),
         turn_requests=rng.choice((1, 3, 8)),
         gap_deadline_ms=10**9,  # a tenant's missing request comes in the end, however long the server is away
         tenant_queue=rng.choice((4, 256)),

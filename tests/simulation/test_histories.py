@@ -103,9 +103,11 @@ def no_order(monkeypatch):
 
     def reindex(fleet, adapter, log_id):
         group = fleet.groups[adapter.group]
-        group.runnable.pop(adapter.key, None)
         if adapter.queue and group.incarnation:
-            group.runnable[adapter.key] = min(queued.at for queued in adapter.queue.values())
+            at = min(queued.at for queued in adapter.queue.values())
+            group.queue.wait(adapter.tenant, adapter.key, at, fleet.settings.share(adapter.tenant))
+        else:
+            group.queue.leave(adapter.tenant, adapter.key)
 
     monkeypatch.setattr(policy, "ready", ready)
     monkeypatch.setattr(state_fleet, "_reindex", reindex)
