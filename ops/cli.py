@@ -23,6 +23,7 @@ COMMANDS = {
     "status": ("ops.status", "what is true now: leader, groups, adapters, tenants"),
     "log": ("ops.show_log", "print the event log, filtered, followed, or as JSON"),
     "simulate": ("ops.simulate", "seeded fleets in which everything fails: a soak of the scheduler, without a model"),
+    "why": ("ops.why", "where all of a request's time went, and who caused it"),
     "replay": ("ops.replay", "rebuild the state at any id or time; check every recorded decision"),
 }
 

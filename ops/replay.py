@@ -15,8 +15,11 @@ import msgspec
 from ops import readable
 from ops.cli import common_arguments
 from ops.fleet import configuration, open_history, segments
+from ops.model import Recorded
+from ops.tables import table
 from scheduler import state_snapshots
 from scheduler.core import decide
+from scheduler.policy import POLICIES
 from state import log_id as ids
 from state.errors import ConfigError
 from state.events import Event, LeaderElected, Step, StepStarted, decode
@@ -36,6 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--segments", type=Path, metavar="DIR", help="read archived segments instead of a server")
     parser.add_argument("--at", default="", metavar="ID|TIME", help="stop at this log id or UTC time (2026-11-30T10:00:00)")
     parser.add_argument("--verify", action="store_true", help="check every recorded decision, and every state the daemon wrote")
+    parser.add_argument("--policy", action="append", default=[], metavar="NAME", help="what this policy would have done; may be repeated")
     parser.add_argument("--json", action="store_true", help="print the rebuilt state as JSON")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the log that was read as one segment file")
 
@@ -55,10 +59,15 @@ async def _run(args: argparse.Namespace) -> int:
 async def _replay(log: EventReader, args: argparse.Namespace, data_dir: Path | None) -> int:
     verifier = Verifier(written_states(data_dir) if data_dir is not None else {})
     kept: list[tuple[int, bytes]] = []
+    unknown = sorted(set(args.policy) - set(POLICIES))
+    if unknown:
+        raise ConfigError(f"--policy {unknown[0]}: there is no such policy", way_out=f"one of {', '.join(sorted(POLICIES))}")
     async for log_id, data in history(log, _until(args.at)):
         verifier.take(log_id, decode(data))
-        if args.export:
+        if args.export or args.policy:
             kept.append((log_id, data))
+    if args.policy:
+        return _compare(kept, args.policy)
     if args.export:
         write_segment(args.export, kept)
     fleet = verifier.fleet
@@ -75,6 +84,16 @@ async def _replay(log: EventReader, args: argparse.Namespace, data_dir: Path | N
         f"{verifier.compared} states written by the daemon compared, {verifier.unequal} different"
     )
     return 1 if verifier.problems else 0
+
+
+def _compare(events: list[tuple[int, bytes]], policies: list[str]) -> int:
+    """The recorded requests, at their times and costs, under each policy on the same model; the recorded policy first."""
+    recorded = Recorded((log_id, decode(data)) for log_id, data in events)
+    columns = list(dict.fromkeys([recorded.settings.policy, *policies]))
+    summaries = [recorded.under(policy).rows() for policy in columns]
+    heads = ["", *(f"{name} (recorded)" if name == recorded.settings.policy else name for name in columns)]
+    print(table(heads, [[key, *(summary[key] for summary in summaries)] for key in summaries[0]]))
+    return 0
 
 
 async def history(log: EventReader, until: int | None = None) -> AsyncIterator[tuple[int, bytes]]:

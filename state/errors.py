@@ -68,6 +68,10 @@ class BadName(RequestError):
     way_out = "use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..'"
 
 
+class UnknownRequest(RequestError):
+    way_out = "copy the request's id from `hotdesk log`; ids are tenant/lane/seq"
+
+
 class UnknownAdapter(RequestError):
     way_out = "create the adapter first, or check its name"
 

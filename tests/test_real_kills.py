@@ -164,7 +164,7 @@ async def disturbed(fleet: Fleet, seed: int) -> dict[str, Answers]:
     return seen
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_killing_a_worker_the_server_and_the_daemon_changes_no_bit(short_tmp):
     seed = int(os.environ.get("HOTDESK_SEED", time.time_ns() % 100_000))
     print(f"seed {seed}")

@@ -52,6 +52,7 @@ class Report(NamedTuple):
     decisions: int
     terms: int
     faults: dict[str, int]
+    log: list[tuple[int, bytes]]
 
 
 def run_seed(seed: int, size: Size = DRAWN, settings: Settings | None = None, guard_pending: bool = True) -> Report:
@@ -84,7 +85,9 @@ async def _history(seed: int, size: Size, settings: Settings | None, guard_pendi
     for (tenant, adapter), got in answers.items():
         _compare(f"{tenant}/{adapter}", programs[tenant, adapter], got)
     verifier = await _check_log(world)
-    return Report(seed, size, len(world.server.everything), verifier.decisions, verifier.fleet.epoch, dict(world.happened))
+    return Report(
+        seed, size, len(world.server.everything), verifier.decisions, verifier.fleet.epoch, dict(world.happened), world.server.everything
+    )
 
 
 def _programs(seed: int, size: Size, rng: random.Random) -> dict[tuple[str, str], Program]:

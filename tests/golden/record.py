@@ -1,4 +1,4 @@
-"""Records a golden log: `python -m tests.golden.record NAME`.
+"""Records a golden log: `python -m tests.golden.record NAME [SEED]`; with a seed, of a hostile simulated history.
 
 A recorded log is never edited and never recorded again: every later version must replay it. Record a new one, under a new name,
 when the vocabulary of events or steps grows."""
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from ops.simulation.history import Size, run_seed
 from scheduler.core import Drain
 from state.events import Settings
 from state.requests import Cancel, Op, Unload
@@ -53,4 +54,6 @@ def scenes() -> Synchronous:
 
 
 if __name__ == "__main__":
-    write_segment(Path(__file__).with_name(f"{sys.argv[1]}.hdlog"), scenes().log)
+    name, *seed = sys.argv[1:]
+    recorded = run_seed(int(seed[0]), Size(faults=30)).log if seed else scenes().log
+    write_segment(Path(__file__).with_name(f"{name}.hdlog"), recorded)
