@@ -49,6 +49,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_least_ms: float = 50.0
     turn_most_ms: float = 2000.0
     turn_switches: float = 20.0
+    plan_ms: float = 20.0
     tenants: dict[str, Share] = {}
 
 
@@ -92,6 +93,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             turn_most_us=int(1000 * self.policy.turn_most_ms),
             turn_switches=self.policy.turn_switches,
             shares=self.policy.tenants,
+            plan_us=int(1000 * self.policy.plan_ms),
             held_requests=self.limits.held_requests,
             gap_deadline_ms=int(self.limits.gap_deadline_s * 1000),
             tenant_queue=self.limits.tenant_queue,
@@ -152,6 +154,7 @@ def _check(config: Config) -> None:
         ("policy.turn_requests", config.policy.turn_requests >= 1, "must be at least 1"),
         ("policy.turn_least_ms", config.policy.turn_least_ms >= 0, "must not be negative"),
         ("policy.turn_most_ms", config.policy.turn_most_ms >= config.policy.turn_least_ms, "must be at least turn_least_ms"),
+        ("policy.plan_ms", config.policy.plan_ms >= 0, "must not be negative"),
         ("policy.turn_switches", config.policy.turn_switches >= 0, "must not be negative"),
         *(
             (f"policy.tenants.{name}.weight", 1e-6 <= share.weight <= 1e6, "must be between 1e-6 and 1e6")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.policy import POLICIES, Policy
+from scheduler.policy import POLICIES, Policy, expected_us
 from scheduler.validation import Limits, Refusal, check_body, work_of
 from state import log_id as ids
 from state.errors import (
@@ -57,7 +57,7 @@ from state.fair_queue import Share
 from state.fleet import DAMAGED, Adapter, Fleet, Group, Tenant, apply, gap_error, gap_expired, needed_bodies
 from state.invariants import violated
 from state.log import Commit, Entry, Result
-from state.plan import plan, plan_leave
+from state.plan import Turn, joinable, plan, plan_leave, plan_together
 from state.requests import (
     CONTROL_OPS,
     INLINE_BODY_BYTES,
@@ -80,6 +80,8 @@ from state.residency import ForbiddenMove
 from workers.contract import Status, StepOutcome
 
 MOST_HEADER_BYTES = 4096
+MOST_STEPS = 256  # of several turns planned together: workers remember twice as many outcomes
+MOST_STEPS_AROUND = 2  # what a turn of training needs beside its requests, as a rule: an offload and a swap
 MAX_FAILURES_IN_A_ROW = 3  # a step that cannot work fails its request after this many plans, instead of being planned for ever
 
 # --- inputs -------------------------------------------------------------------------------------------------------
@@ -552,8 +554,29 @@ def decide(fleet: Fleet, group: Group, policy: Policy | None = None) -> list[Ste
     turn = chosen.turn(fleet, group)
     if turn is None:
         return []
+    if fleet.settings.plan_us and joinable(fleet, group, turn):
+        turns, following = _short_turns(fleet, group, chosen, turn)
+        return plan_together(fleet, group, turns, following)
     following = chosen.turn(fleet, group, but=turn.adapter)
     return plan(fleet, group, turn, following)
+
+
+def _short_turns(fleet: Fleet, group: Group, policy: Policy, first: Turn) -> tuple[list[Turn], Turn | None]:
+    """`first` and the turns after it that are expected to be over within `plan_us`, one an adapter, and the one after them.
+
+    A commit costs a sync of the disk. Where that is longer than a turn, turns wait for commits, unless one commit begins many of them."""
+    turns = [first]
+    left_us = fleet.settings.plan_us - expected_us(group, first.requests)
+    steps = len(first.requests) + MOST_STEPS_AROUND
+    for turn in policy.order(fleet, group):
+        if turn.adapter == first.adapter:
+            continue
+        left_us -= group.queue.switch_us + expected_us(group, turn.requests)
+        steps += len(turn.requests) + MOST_STEPS_AROUND
+        if left_us < 0 or steps > MOST_STEPS or not joinable(fleet, group, turn):
+            return turns, turn
+        turns.append(turn)
+    return turns, None
 
 
 _EVENT_ENCODER = msgspec.msgpack.Encoder()

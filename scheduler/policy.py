@@ -5,6 +5,7 @@ A policy reads the fleet's state and nothing else, so that a recorded log can be
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from state.events import Request
@@ -17,6 +18,10 @@ from state.residency import NEEDS, Residency
 class Policy(Protocol):
     def turn(self, fleet: Fleet, group: Group, but: str = "") -> Turn | None:
         """The next turn on an idle `group`, leaving the adapter `but` out; None where nothing can run."""
+        ...
+
+    def order(self, fleet: Fleet, group: Group) -> Iterator[Turn]:
+        """Turns of those that wait, at most one an adapter, the next one first: what may be planned together."""
         ...
 
 
@@ -49,6 +54,10 @@ class Fifo:
         _, key = min(candidates)
         return Turn(key, ready(fleet.adapters[key], 1))
 
+    def order(self, fleet: Fleet, group: Group) -> Iterator[Turn]:
+        for _, key in sorted((at, key) for key, at in group.queue.runnable()):
+            yield Turn(key, ready(fleet.adapters[key], 1))
+
 
 class RoundRobin:
     """Tenants in rotation, and each tenant's adapters in rotation: the one longest without a turn is next, for up to `turn_requests`
@@ -58,10 +67,7 @@ class RoundRobin:
         candidates = [key for key, _ in group.queue.runnable() if key != but]
         if not candidates:
             return None
-        last_by_tenant: dict[str, int] = {}
-        for key in group.adapters:
-            adapter = fleet.adapters[key]
-            last_by_tenant[adapter.tenant] = max(last_by_tenant.get(adapter.tenant, 0), adapter.last_turn)
+        last_by_tenant = _last_by_tenant(fleet, group)
 
         def longest_without_turn(key: str) -> tuple[int, int, str]:
             adapter = fleet.adapters[key]
@@ -69,6 +75,21 @@ class RoundRobin:
 
         key = min(candidates, key=longest_without_turn)
         return Turn(key, ready(fleet.adapters[key], fleet.settings.turn_requests))
+
+    def order(self, fleet: Fleet, group: Group) -> Iterator[Turn]:
+        """Each tenant's adapter longest without a turn; a second one of a tenant waits for the next plan."""
+        last_by_tenant = _last_by_tenant(fleet, group)
+        for tenant in sorted(group.queue.waiting, key=lambda name: (last_by_tenant[name], name)):
+            key = min(group.queue.waiting[tenant], key=lambda k: (fleet.adapters[k].last_turn, k))
+            yield Turn(key, ready(fleet.adapters[key], fleet.settings.turn_requests))
+
+
+def _last_by_tenant(fleet: Fleet, group: Group) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for key in group.adapters:
+        adapter = fleet.adapters[key]
+        last[adapter.tenant] = max(last.get(adapter.tenant, 0), adapter.last_turn)
+    return last
 
 
 class Fair:
@@ -100,6 +121,12 @@ class Fair:
                 break
         return self._turn(fleet, group, first, worth_us) if first else None
 
+    def order(self, fleet: Fleet, group: Group) -> Iterator[Turn]:
+        worth_us = turn_worth_us(fleet, group)
+        for tenant in group.queue.in_order(self.LOOK):
+            key, _ = self._adapter(fleet, group, tenant, "", group.device.sampler)
+            yield self._turn(fleet, group, key, worth_us)
+
     @staticmethod
     def _adapter(fleet: Fleet, group: Group, tenant: str, but: str, sampling: bool) -> tuple[str, bool]:
         """The tenant's next adapter, and whether it needs the device as it is."""
@@ -118,14 +145,14 @@ class Fair:
     def _turn(self, fleet: Fleet, group: Group, key: str, worth_us: int) -> Turn:
         adapter = fleet.adapters[key]
         requests: list[Request] = []
-        expected_us = 0
+        sum_us = 0
         for request in ready(adapter, self.LONGEST):
             cost = group.queue.costs.get(request.op)
             known = cost is not None and cost.work > 0
-            if requests and (expected_us >= worth_us or (not known and len(requests) >= fleet.settings.turn_requests)):
+            if requests and (sum_us >= worth_us or (not known and len(requests) >= fleet.settings.turn_requests)):
                 break
             requests.append(request)
-            expected_us += cost.of(request.work) if cost is not None else 0
+            sum_us += cost.of(request.work) if cost is not None else 0
         return Turn(key, tuple(requests))
 
 
@@ -136,6 +163,12 @@ def turn_worth_us(fleet: Fleet, group: Group) -> int:
     """Accelerator time that a turn should take, switches not counted."""
     settings = fleet.settings
     return min(settings.turn_most_us, max(settings.turn_least_us, int(settings.turn_switches * group.queue.switch_us)))
+
+
+def expected_us(group: Group, requests: Iterable[Request]) -> int:
+    """What they should take, by what their operations took lately."""
+    costs = group.queue.costs
+    return sum(costs[request.op].of(request.work) for request in requests if request.op in costs)
 
 
 POLICIES: dict[str, Policy] = {"fair": Fair(), "fifo": Fifo(), "round_robin": RoundRobin()}

@@ -205,7 +205,8 @@ class Producer:
         return future
 
     async def _submit(self, future: Future[Any], delay_ms: int) -> None:
-        await anyio.sleep(delay_ms / 1000)
+        if delay_ms:
+            await anyio.sleep(delay_ms / 1000)
         await _patiently(lambda: self.store.submit(future._header, future._body))
         future._sent_at = anyio.current_time()
         future._submitted.set()

@@ -142,6 +142,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     turn_switches: float = 20.0  # so many times what a switch costs, whichever is more,
     turn_most_us: int = 2_000_000  # but no more than this, while there is work for it
     shares: dict[str, Share] = {}
+    plan_us: int = 0  # turns are planned together, as one commit, while they are expected to take no longer than this; 0: one by one
     parking: bool = True  # test seam: False plants the lost-gradient fault that the suite must notice
 
     def share(self, tenant: str) -> Share:

@@ -101,14 +101,16 @@ class FairQueue(msgspec.Struct, array_like=True):
     def in_order(self, most: int) -> Iterator[str]:
         """The first `most` waiting tenants, best first. Costs a logarithm each, and changes nothing."""
         frontier = [(self.order[0], 0)] if self.order else []
+        last = ""  # an entry may be there twice, next to itself
         while frontier and most:
             entry, index = heapq.heappop(frontier)
             for child in (2 * index + 1, 2 * index + 2):
                 if child < len(self.order):
                     heapq.heappush(frontier, (self.order[child], child))
-            if self._valid(entry):
+            if entry[2] != last and self._valid(entry):
                 most -= 1
-                yield entry[2]
+                last = entry[2]
+                yield last
 
     def _push(self, tenant: str, share: Share) -> None:
         heapq.heappush(self.order, (-share.priority, self.tags[tenant], tenant))

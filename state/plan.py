@@ -4,13 +4,14 @@ the requests themselves. Pure: the same state gives the same steps, which is wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from state.events import STALE, Part, Request, Step, StepKind
 from state.fleet import Adapter, Expected, Fleet, Group, advance
-from state.requests import Op
+from state.requests import TRAINING_OPS, Op
 from state.residency import ALL_PARTS, NEEDS, STEP_NEEDS, Needs, Residency
 
 
@@ -24,14 +25,34 @@ class Turn(NamedTuple):
 def plan(fleet: Fleet, group: Group, turn: Turn, following: Turn | None = None) -> list[Step]:
     """Steps for `turn`, in order, the last of each request being its `execute`. `following` is whose turn will probably be next: its slot
     is brought to the device while this turn computes, as a hint that changes no state."""
-    planner = _Planner(fleet, group, fleet.adapters[turn.adapter])
-    planner.next = _to_prefetch(fleet, following)
-    if turn.requests[0].op != Op.UNLOAD:  # what is about to go needs no rebuilding
-        planner.recover(turn.requests[0].request_id)
-    for request in turn.requests:
-        planner.request(request)
-    planner.snapshot_if_due(turn)
-    return planner.steps
+    return plan_together(fleet, group, [turn], following)
+
+
+def plan_together(fleet: Fleet, group: Group, turns: Sequence[Turn], following: Turn | None) -> list[Step]:
+    """Steps for `turns` one after the other, each planned on what the ones before it leave behind. More than one only where `joinable`."""
+    planner: _Planner | None = None
+    for turn, after in zip(turns, (*turns[1:], following), strict=True):
+        planner = _Planner(fleet, group, fleet.adapters[turn.adapter], planner)
+        planner.next = _to_prefetch(fleet, after)
+        if turn.requests[0].op != Op.UNLOAD:  # what is about to go needs no rebuilding
+            planner.recover(turn.requests[0].request_id)
+        for request in turn.requests:
+            planner.request(request)
+        planner.snapshot_if_due(turn)
+    return planner.steps if planner is not None else []
+
+
+def joinable(fleet: Fleet, group: Group, turn: Turn) -> bool:
+    """Whether `turn` may share a plan: plain training of a healthy adapter on a host where nothing is spilled. Then the adapters of a plan
+    do not touch each other's state, and the look-ahead over many of them is exact."""
+    adapter = fleet.adapters[turn.adapter]
+    assert group.spec is not None
+    return (
+        not adapter.recovering
+        and not adapter.spilled
+        and len(group.adapters) <= group.spec.host_slots
+        and all(request.op in TRAINING_OPS for request in turn.requests)
+    )
 
 
 def plan_leave(fleet: Fleet, group: Group) -> list[Step]:
@@ -64,14 +85,22 @@ def _to_prefetch(fleet: Fleet, following: Turn | None) -> str:
 class _Planner:
     """Looks ahead on a copy of the device: `advance` is the same function that the fold holds facts against."""
 
-    def __init__(self, fleet: Fleet, group: Group, adapter: Adapter) -> None:
+    def __init__(self, fleet: Fleet, group: Group, adapter: Adapter, before: _Planner | None = None) -> None:
+        """`before`: the planner of the turn before this one in the same plan, whose steps and look-ahead go on."""
         self.fleet, self.group, self.adapter = fleet, group, adapter
-        self.steps: list[Step] = []
-        residency = {adapter.key: adapter.residency}
-        for key in (group.device.live, *group.residents):
-            if key and key != STALE:
-                residency[key] = fleet.adapters[key].residency
-        self.expected = Expected(msgspec.structs.replace(group.device), residency)
+        self.steps: list[Step] = before.steps if before is not None else []
+        self.had_turn: dict[str, int] = before.had_turn if before is not None else {}  # adapter -> which turn of this plan was its
+        self.had_turn[adapter.key] = len(self.had_turn) + 1
+        self.expected: Expected
+        if before is not None:
+            self.expected = before.expected
+            self.expected.residency.setdefault(adapter.key, adapter.residency)
+        else:
+            residency = {adapter.key: adapter.residency}
+            for key in (group.device.live, *group.residents):
+                if key and key != STALE:
+                    residency[key] = fleet.adapters[key].residency
+            self.expected = Expected(msgspec.structs.replace(group.device), residency)
         self.dirty = adapter.dirty
         self.voided = adapter.voided
         self.spilled: set[str] = set()
@@ -236,7 +265,7 @@ class _Planner:
             return False
         residents = [k for k, where in self.expected.residency.items() if where is Residency.RESIDENT and k != self.adapter.key]
         if 2 + len(residents) > slots:
-            victim = min(residents, key=lambda k: (self.fleet.adapters[k].last_turn, k), default="")
+            victim = min(residents, key=lambda k: (self.had_turn.get(k, 0), self.fleet.adapters[k].last_turn, k), default="")
             if not victim:
                 return False
             self.add(StepKind.OFFLOAD, victim)

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterator
 from typing import Any, NoReturn, cast
 
+import anyio
+import anyio.lowlevel
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -27,6 +29,7 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from state import log_id as ids
@@ -128,6 +131,15 @@ def is_passing(error: Exception) -> bool:
     return isinstance(error, RedisError | OSError)
 
 
+class _Append:
+    """One entry on its way to the intake."""
+
+    def __init__(self, fields: dict[Any, Any]) -> None:
+        self.fields = fields
+        self.sent: anyio.Event | None = None  # set once the round trip that it goes with is over
+        self.answer: bytes | Exception = RedisConnectionError("the round trip did not end")  # a lost one is sent again by the caller
+
+
 class RedisLog:
     """One connection for commands, one more for each blocking reader: bounded whatever the number of waiting futures."""
 
@@ -145,6 +157,7 @@ class RedisLog:
         self._renew = client.register_script(_RENEW)
         self._resign = client.register_script(_RESIGN)
         self._trim = client.register_script(_TRIM)
+        self._appends: list[_Append] = []  # that wait for their round trip
         self._intake_length = 0  # as of the last submit
 
     @staticmethod
@@ -195,13 +208,42 @@ class RedisLog:
                 raise Busy(f"{self._intake_length} requests wait for the daemon to take them in", retry_after_ms=1000)
         fields: dict[Any, Any] = {"h": header, "b": body} if body else {"h": header}
         if not self.wait_aof_ms:
-            return await self._append(self.client, fields)
+            return await self._append_together(fields)
         async with self.client.client() as one:  # WAITAOF speaks of what its own connection wrote
             intake_id = await self._append(one, fields)
             local, _ = await cast("Awaitable[list[int]]", cast(Any, one).execute_command("WAITAOF", 1, 0, self.wait_aof_ms))
             if not local:
                 raise RedisTimeout(f"the server did not sync {intake_id} within {self.wait_aof_ms} ms")
             return intake_id
+
+    async def _append_together(self, fields: dict[Any, Any]) -> str:
+        """Appends that begin at the same time share a round trip, and the server's sync of it, in the order in which they began."""
+        mine = _Append(fields)
+        self._appends.append(mine)
+        await anyio.lowlevel.checkpoint()  # whoever else is about to append joins
+        if mine.sent is None:
+            together, self._appends = self._appends, []
+            sent = anyio.Event()
+            for append in together:
+                append.sent = sent
+            try:
+                # as a transaction the reader of the intake is woken once, after all of them, and takes them in with one commit
+                async with self.client.pipeline(transaction=len(together) > 1) as pipe:
+                    for append in together:
+                        pipe.xadd(self.requests, append.fields)
+                    pipe.xlen(self.requests)
+                    *answers, length = await pipe.execute(raise_on_error=False)
+                for append, answer in zip(together, answers, strict=True):
+                    append.answer = answer
+                if not isinstance(length, Exception):
+                    self._intake_length = length
+            finally:
+                sent.set()
+        else:
+            await mine.sent.wait()
+        if isinstance(mine.answer, Exception):
+            raise mine.answer
+        return mine.answer.decode()
 
     async def _append(self, client: redis.Redis, fields: dict[Any, Any]) -> str:
         """One round trip appends and tells how full the intake is, which the next submit heeds."""

@@ -41,6 +41,8 @@ class Op(enum.StrEnum):
 CONTROL_OPS = frozenset({Op.CANCEL, Op.DESCRIBE})
 #: What changes an adapter's training state, hence what recovery re-executes after the last snapshot.
 MUTATING_OPS = frozenset({Op.CREATE_ADAPTER, Op.FORWARD_BACKWARD, Op.OPTIM_STEP, Op.LOAD_STATE})
+#: What runs on the live adapter and leaves the device as it found it, but for that adapter's state.
+TRAINING_OPS = frozenset({Op.FORWARD, Op.FORWARD_BACKWARD, Op.OPTIM_STEP})
 
 DTYPE_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2}
 

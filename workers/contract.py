@@ -16,7 +16,7 @@ import msgspec
 from state.errors import ErrorInfo, StaleEpoch, StepOutOfOrder
 from state.events import Facts, GroupSpec, Step
 
-REMEMBERED_OUTCOMES = 256  # a plan is far shorter; what is older was settled in the log long ago
+REMEMBERED_OUTCOMES = 512  # a plan is far shorter; what is older was settled in the log long ago
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -115,6 +115,7 @@ def _settings(rng: random.Random) -> Settings:
         result_retention_ms=10**9,
         snapshot_after_requests=rng.choice((2, 5, 256)),
         snapshot_fallback=True,
+        plan_us=rng.choice((0, 20_000)),
         snapshot_share=rng.choice((0.0, 0.3)),
     )
 
