@@ -86,10 +86,9 @@ def jain(shares: list[int]) -> float:
 
 
 class Model:
-    def __init__(
-        self, settings: Settings, groups: dict[str, GroupSpec], costs: Costs, start_ms: int = 0, log: list[Event] | None = None
-    ) -> None:
-        """`log`: collects every event, if given."""
+    def __init__(self, settings: Settings, groups: dict[str, GroupSpec], costs: Costs, start_ms: int = 0, keep: bool = False) -> None:
+        """`keep`: every event stays in `kept`."""
+        self.kept: list[tuple[int, Event]] | None = [] if keep else None
         self.fleet = Fleet()
         self.costs = costs
         self.policy = POLICIES[settings.policy]
@@ -115,19 +114,23 @@ class Model:
         self._idle[self.fleet.adapters[event.request.adapter].group] = None
 
     def run(self) -> Summary:
+        self._decide()
         while self._due:
             self._now_us, _, act = heapq.heappop(self._due)
             act()
             if not self._due or self._due[0][0] > self._now_us:  # what comes at one time is decided on together, as in the daemon
-                idle, self._idle = self._idle, {}
-                for name in idle:
-                    self._schedule(self.fleet.groups[name])
+                self._decide()
         summary, groups = self.summary, self.fleet.groups.values()
         summary.turns, summary.swaps = sum(group.turns for group in groups), sum(group.swaps for group in groups)
         summary.busy_ms = sum(group.busy_us for group in groups) / 1000
         summary.span_ms = (self._now_us - self._start_us) / 1000
         summary.used_us = {name: tenant.used_us for name, tenant in self.fleet.tenants.items()}
         return summary
+
+    def _decide(self) -> None:
+        idle, self._idle = self._idle, {}
+        for name in idle:
+            self._schedule(self.fleet.groups[name])
 
     @property
     def now_us(self) -> int:
@@ -136,6 +139,8 @@ class Model:
     def _emit(self, event: Event) -> None:
         self._last_id = ids.following(self._last_id, self._now_us // 1000)
         apply(self.fleet, self._last_id, event)
+        if self.kept is not None:
+            self.kept.append((self._last_id, event))
 
     def _schedule(self, group: Group) -> None:
         if group.steps:

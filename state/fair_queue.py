@@ -32,18 +32,18 @@ EQUAL = Share()
 
 
 class Cost(msgspec.Struct, array_like=True):
-    """What an operation costs for so much work, as a moving sum over the last few. `work`: tokens."""
+    """What an operation costs for so much work, as a moving sum over the last few. `work`: tokens, and one for the request, in 1/1024."""
 
     us: int = 0
     work: int = 0
 
     def add(self, us: int, work: int) -> None:
         self.us = self.us * 3 // 4 + us
-        self.work = self.work * 3 // 4 + work + 1
+        self.work = self.work * 3 // 4 + (work + 1) * 1024
 
     def of(self, work: int) -> int:
         """Expected microseconds of `work`; 0 while nothing was measured."""
-        return self.us * (work + 1) // self.work if self.work else 0
+        return self.us * (work + 1) * 1024 // self.work if self.work else 0
 
 
 class FairQueue(msgspec.Struct, array_like=True):

@@ -295,4 +295,4 @@ class _Planner:
         """Whether re-executing what came since the last snapshot takes so long that `snapshot_share` of it is enough to write one. Looks at
         what was measured, hence at finished steps only."""
         share = self.fleet.settings.snapshot_share
-        return share > 0 and bool(self.adapter.history) and self.adapter.redo_us * share >= self.group.snapshot_us
+        return share > 0 and self.adapter.redo_us > 0 and self.adapter.redo_us * share >= self.group.snapshot_us

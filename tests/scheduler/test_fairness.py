@@ -11,7 +11,7 @@ import pytest
 
 from scheduler.policy import POLICIES, Fair
 from state.events import Settings, StepFinished, StepKind, StepStarted, decode
-from state.fair_queue import FairQueue, Share
+from state.fair_queue import Cost, FairQueue, Share
 from state.fleet import Fleet, apply
 from state.requests import CreateAdapter, Forward, Op, OptimStep, Sample, Signature, Unload
 from tests.harness import FAILING, Synchronous, int32, sequence
@@ -271,6 +271,17 @@ def test_adapters_of_one_tenant_are_limited():
     bench.create("ada", "three")
     bench.settle()
     assert bench.replies["ada/three/0"].status == "completed"
+
+
+def test_costs_are_learnt_by_work():
+    cost = Cost()
+    assert cost.of(100) == 0
+    for _ in range(50):
+        cost.add(5_000, 0)
+    assert abs(cost.of(0) - 5_000) < 20
+    for work in (10, 100, 1000) * 20:
+        cost.add(20 * (work + 1), work)
+    assert abs(cost.of(500) - 20 * 501) < 100
 
 
 @pytest.mark.parametrize("seed", range(20))
