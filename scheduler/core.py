@@ -54,7 +54,7 @@ from state.events import (
     WorkersLost,
 )
 from state.fair_queue import Share
-from state.fleet import DAMAGED, Adapter, Fleet, Group, Tenant, apply, gap_error, gap_expired, needed_bodies
+from state.fleet import DAMAGED, Adapter, Fleet, Group, Queued, Tenant, apply, gap_error, gap_expired, needed_bodies
 from state.invariants import violated
 from state.log import Commit, Entry, Result
 from state.plan import Turn, joinable, plan, plan_leave, plan_together
@@ -392,7 +392,7 @@ class Core:
             raise NotCancellable(f"{target!r} is no request of this tenant")
         found = self.fleet.queued_request(target)
         outcome = self.fleet.outcome(target)
-        if found is not None and self.fleet.running(target) is None and found[1].request.op != Op.CREATE_ADAPTER:
+        if found is not None and not self._may_have_run(*found):
             log_id = self._emit(RequestCancelled(target, envelope.request_id))
             outcome = self.fleet.outcome(target)
             assert outcome is not None
@@ -400,6 +400,10 @@ class Core:
         elif outcome is None or outcome.status != "cancelled":
             raise NotCancellable(f"{target!r} is {'running' if found else 'not queued'}")
         self._reply_control(envelope, Done(envelope.adapter, f"{target} is cancelled"))
+
+    def _may_have_run(self, adapter: Adapter, queued: Queued) -> bool:
+        request = queued.request
+        return queued.doubtful or request.op == Op.CREATE_ADAPTER or self.fleet.running(request.request_id) is not None
 
     def _reply_control(self, envelope: Envelope, result: msgspec.Struct) -> None:
         reply = Reply(envelope.request_id, "completed", encode_body(result))
@@ -448,8 +452,10 @@ class Core:
 
     def _complete(self, step: Step, outcome: StepOutcome) -> None:
         tenant = step.request_id.partition("/")[0]
+        found = self.fleet.queued_request(step.request_id)
+        assert found is not None
         log_id = self._emit(RequestCompleted(step.request_id, digest_of(outcome.result), len(outcome.result)))
-        self._publish(tenant, log_id, Reply(step.request_id, "completed", outcome.result))
+        self._publish(tenant, log_id, Reply(step.request_id, "completed", outcome.result, digest=found[1].request.digest))
         if step.op == Op.UNLOAD:
             self._orphans(step.adapter)
 
@@ -483,7 +489,7 @@ class Core:
         adapter, queued = found
         error = msgspec.structs.replace(error, tenant=tenant, adapter=queued.request.adapter, request_id=request_id)
         log_id = self._emit(RequestFailed(request_id, error))
-        self._publish(tenant, log_id, Reply(request_id, "failed", error=error))
+        self._publish(tenant, log_id, Reply(request_id, "failed", error=error, digest=queued.request.digest))
         if queued.request.op == Op.CREATE_ADAPTER:
             self._orphans(adapter.key)
 

@@ -54,8 +54,8 @@ class FairQueue(msgspec.Struct, array_like=True):
     virtual_time: int = 0
     order: list[tuple[int, int, str]] = []
     costs: dict[str, Cost] = {}  # by operation
-    switch_us: int = 0  # moving mean of what changing the adapter, or giving the device away, costs a turn
-    turn_switch_us: int = 0  # the same, of the turn in progress
+    switch_us: int = 0  # moving mean of what changing the adapter, or giving the device away, costs
+    moved_us: int = 0  # spent on that since the last computation
     phase_us: int = 0  # spent since the sampler woke or went to sleep
 
     def runnable(self) -> Iterator[tuple[str, int]]:
@@ -85,11 +85,15 @@ class FairQueue(msgspec.Struct, array_like=True):
 
     def open_turn(self, tenant: str) -> None:
         self.virtual_time = max(self.virtual_time, self.tags.get(tenant, 0))
-        if self.turn_switch_us:
-            self.switch_us = (3 * self.switch_us + self.turn_switch_us) // 4 if self.switch_us else self.turn_switch_us
-        self.turn_switch_us = 0
         if len(self.tags) > IDLE_TAGS + 2 * len(self.waiting):
             self.tags = {name: tag for name, tag in self.tags.items() if tag > self.virtual_time or name in self.waiting}
+
+    def computed(self, operation: str, cost_us: int, work: int) -> None:
+        """What was moved since the last computation was one switch, if anything was."""
+        if self.moved_us:
+            self.switch_us = (3 * self.switch_us + self.moved_us) // 4 if self.switch_us else self.moved_us
+        self.moved_us = 0
+        self.costs.setdefault(operation, Cost()).add(cost_us, work)
 
     def charge(self, tenant: str, cost_us: int, share: Share) -> None:
         tag = max(self.tags.get(tenant, 0), self.virtual_time) + round(cost_us * TAG_PER_US / share.weight)

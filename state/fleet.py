@@ -36,9 +36,9 @@ from state.events import (
     WorkersJoined,
     WorkersLost,
 )
-from state.fair_queue import Cost, FairQueue
+from state.fair_queue import FairQueue
 from state.log_id import ms_of
-from state.requests import MUTATING_OPS, Op, Signature, adapter_key
+from state.requests import CHECKPOINT_OPS, MUTATING_OPS, Op, Signature, adapter_key
 from state.residency import ALL_PARTS, OP_MOVES, STEP_MOVES, ForbiddenMove, Move, Residency, moved
 
 ENDED_LANES = 4096  # a tenant's; a duplicate that comes after as many newer adapters ended is taken for a new request
@@ -66,6 +66,7 @@ class Queued(msgspec.Struct, array_like=True):
 
     request: Request
     at: int
+    doubtful: bool = False  # its checkpoint may be written: the workers were lost before they said so
 
 
 class Outcome(msgspec.Struct, array_like=True):
@@ -539,11 +540,11 @@ def _charge(fleet: Fleet, group: Group, step: Step, cost_us: int, facts: Facts) 
     queue.charge(payer, cost_us, fleet.settings.share(payer))
     queue.phase_us = 0 if step.kind in (StepKind.WAKE_SAMPLER, StepKind.SLEEP_SAMPLER) else queue.phase_us + cost_us
     if step.kind in SWITCHING:
-        queue.turn_switch_us += cost_us
+        queue.moved_us += cost_us
     elif step.kind is StepKind.EXECUTE and not step.redo:
         found = fleet.queued_request(step.request_id)
         work = found[1].request.work if found is not None else 0
-        queue.costs.setdefault(step.op, Cost()).add(cost_us, work)
+        queue.computed(step.op, cost_us, work)
 
 
 def _payer(step: Step) -> str:
@@ -563,6 +564,7 @@ def _workers_joined(fleet: Fleet, log_id: int, event: WorkersJoined) -> None:
     group.spec, group.broken, group.failures, group.joined_epoch = event.spec, "", 0, fleet.epoch
     if event.incarnation != group.incarnation:
         _lose_all(fleet, group)
+        _doubt(fleet, group)
         group.incarnation = event.incarnation
     group.steps = {}
     _observe(fleet, group, event.facts)
@@ -573,6 +575,7 @@ def _workers_joined(fleet: Fleet, log_id: int, event: WorkersJoined) -> None:
 def _workers_lost(fleet: Fleet, log_id: int, event: WorkersLost) -> None:
     group = fleet.groups[event.group]
     _lose_all(fleet, group)
+    _doubt(fleet, group)
     group.lost = group.incarnation
     group.broken = ""
     group.incarnation, group.steps, group.device = "", {}, Device()
@@ -587,6 +590,14 @@ def _lose_all(fleet: Fleet, group: Group) -> None:
             continue
         adapter.residency = moved(adapter.residency, Move.LOSE)
         adapter.redone, adapter.pending, adapter.dirty, adapter.spilled = 0, 0, False, False
+
+
+def _doubt(fleet: Fleet, group: Group) -> None:
+    """What lived in the workers died with them, but a checkpoint outlives them: its request may have run, and must run to its end."""
+    for step in group.steps.values():
+        found = fleet.queued_request(step.request_id) if step.op in CHECKPOINT_OPS and not step.redo else None
+        if found is not None:
+            found[1].doubtful = True
 
 
 def _remember(fleet: Fleet, request_id: str, outcome: Outcome) -> None:

@@ -41,6 +41,8 @@ class Op(enum.StrEnum):
 CONTROL_OPS = frozenset({Op.CANCEL, Op.DESCRIBE})
 #: What changes an adapter's training state, hence what recovery re-executes after the last snapshot.
 MUTATING_OPS = frozenset({Op.CREATE_ADAPTER, Op.FORWARD_BACKWARD, Op.OPTIM_STEP, Op.LOAD_STATE})
+#: What leaves something behind that outlives the workers.
+CHECKPOINT_OPS = frozenset({Op.SAVE_STATE, Op.SAVE_WEIGHTS_FOR_SAMPLER})
 #: What runs on the live adapter and leaves the device as it found it, but for that adapter's state.
 TRAINING_OPS = frozenset({Op.FORWARD, Op.FORWARD_BACKWARD, Op.OPTIM_STEP})
 
@@ -291,4 +293,4 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     status: str
     result: bytes = b""
     error: ErrorInfo | None = None
-    digest: str = ""  # of the body that was refused, where another body has the same identity
+    digest: str = ""  # of the body that this answers: another program of the tenant may have sent another one under the same identity

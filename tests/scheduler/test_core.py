@@ -475,6 +475,24 @@ def test_a_step_in_doubt_is_settled_by_the_workers_own_record(bench):
     assert [s.op for d in batch.dispatches for s in d.steps] == [STEP]
 
 
+def test_a_save_that_the_workers_may_have_done_before_they_died_is_not_cancelled(bench):
+    """Found by exploration: it was answered as cancelled, and its checkpoint was there."""
+    bench.send("ada", "poet", 1, Op.SAVE_STATE, SaveState("kept"))
+    inputs, bench._pending = bench._pending, []
+    (dispatch,) = bench.handle(*inputs).dispatches
+    after = 0
+    for step in dispatch.steps:
+        bench.machines["main"].apply(Call(1, step, after, bench.bodies.get(step.request_id, b"")))
+        after = step.id
+    bench.kill()
+    bench.send("ada", "~shell", 1, Op.CANCEL, Cancel("ada/poet/1"), adapter="poet")
+    bench.settle()
+    assert bench.error("ada/~shell/1") == "NotCancellable"
+    bench._pending.append(bench.reborn("main"))
+    bench.settle()
+    assert bench.result("ada/poet/1").path == "hotdesk://ada/poet/weights/kept"
+
+
 def test_a_new_leader_asks_the_workers_before_it_commands_them(bench):
     """Found by simulation: it had planned on the state that the last leader left, while that leader's steps were being settled."""
     bench.program("ada", [FB])

@@ -132,6 +132,10 @@ VOIDED = (
     program(20, "create", "forward_backward", "sample"),
 )
 CHECKPOINTS = (
+    program(10, "create", "forward_backward", "save", "load"),
+    program(20, "create", "forward_backward", "unload"),
+)
+SAMPLED_CHECKPOINTS = (
     program(10, "create", "forward_backward", "save", "sample", "load"),
     program(20, "create", "forward_backward", "unload"),
 )
@@ -734,7 +738,7 @@ EACH = Bounds(1, deaths=1, elections=1, repeats=1, lates=1, cancels=1, damages=1
 TWO = Bounds(2, deaths=2, elections=2, repeats=1, lates=1, cancels=1, damages=1, drains=1, expiries=1)
 #: Every pair of policy, device slots and snapshot distance is there; with one host slot adapters are spilled as well.
 SETTINGS = (
-    Setting("first update", "fifo", 1, 256, SHORT, EACH),
+    Setting("first update", "fifo", 1, 256, SHORT, EACH._replace(drains=0), ahead=2),
     Setting("first update, snapshots", "round_robin", 1, 2, SHORT, EACH, ahead=1),
     Setting("voided window, two device slots", "round_robin", 2, 256, VOIDED, EACH, ahead=1),
     Setting("checkpoints, snapshots, spilled", "fifo", 2, 2, CHECKPOINTS, EACH, ahead=1, host_slots=1),
@@ -753,7 +757,7 @@ LARGE_SETTINGS = tuple(
         ("training", TRAINING, EACH, 2),
         ("training, two faults", TRAINING, TWO, 1),
         ("voided window", VOIDED, EACH, 3),
-        ("checkpoints, two faults", CHECKPOINTS, TWO, 1),
+        ("checkpoints, two faults", SAMPLED_CHECKPOINTS, TWO, 1),
     )
 )
 
