@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from state.errors import BadCheckpoint, CheckpointExists, UnknownCheckpoint
+from state.files import sync_directory
 
 MANIFEST = "manifest.json"
 
@@ -69,13 +70,13 @@ def write_shard(aside: Path, name: str, data: bytes) -> str:
 def commit(aside: Path, final: Path, manifest: Manifest) -> str:
     """Makes the checkpoint visible, whole or not at all. Returns the manifest's digest."""
     digest = write_shard(aside, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-    _sync_directory(aside)
+    sync_directory(aside)
     old = final.with_name(f".{final.name}.old")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     aside.rename(final)
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)
     return digest
 
@@ -119,11 +120,3 @@ def forget_snapshots(directory: Path, newest: int, logged: int) -> None:
     for name in names:
         if name not in {str(version) for version in keep}:
             shutil.rmtree(directory / name, ignore_errors=True)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
