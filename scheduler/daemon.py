@@ -185,7 +185,7 @@ class Daemon:
             took_ms=took_ms,
             log_id=ids.text(fleet.log_id),
         )
-        self._tasks.start_soon(self._keep_house)
+        self._begin_house_keeping()
 
     async def _leave(self) -> None:
         if self.epoch and self._committed == self.core.fleet.log_id:
@@ -202,19 +202,22 @@ class Daemon:
 
     # --- house-keeping ------------------------------------------------------------------------------------------------
 
-    async def _keep_house(self) -> None:
+    def _begin_house_keeping(self) -> None:
+        """Between two rounds, while the state is exactly what the log holds: it is encoded here and now, and written beside the rounds."""
+        if self.disk is None or self._house_busy:
+            return
+        assert self.core.fleet.log_id == self._committed, "the state is ahead of the log"
+        self._house_busy = True
+        self._tasks.start_soon(self._keep_house, self.disk, self._committed, encode_fleet(self.core.fleet))
+
+    async def _keep_house(self, disk: Disk, log_id: int, body: bytes) -> None:
         """Snapshot, archive, trim, forget, in this order: nothing is dropped before what replaces it is durable.
 
         Beside the rounds, so that a slow disk stops nobody; what fails is named and tried again next time."""
-        if self.disk is None or self._house_busy:
-            return
-        self._house_busy = True
-        log_id, body = self._committed, encode_fleet(self.core.fleet)
-        assert self.core.fleet.log_id == log_id, "the state is ahead of the log"
         try:
             if await self._write_snapshot(log_id, body):
-                covered = state_snapshots.covered(self.disk("snapshots"))
-                archive = Archive(self.disk("archive"))
+                covered = state_snapshots.covered(disk("snapshots"))
+                archive = Archive(disk("archive"))
                 while segment := await archive.following(self.store, covered):
                     await self.run_blocking(partial(archive.add, segment))
                 if covered:
@@ -252,7 +255,7 @@ class Daemon:
             if self.core.at_rest:
                 return
             if anyio.current_time() >= due or self.core.fleet.events - events >= HOUSE_EVERY_EVENTS:
-                self._tasks.start_soon(self._keep_house)
+                self._begin_house_keeping()
                 due, events = anyio.current_time() + self.house_every_s, self.core.fleet.events
 
     async def _round(self, batch: Batch) -> None:
