@@ -80,6 +80,7 @@ from state.residency import ForbiddenMove
 from workers.contract import Status, StepOutcome
 
 MOST_HEADER_BYTES = 4096
+MOST_BUCKETS = 65_536  # tenants whose rate is remembered
 MOST_STEPS = 256  # of several turns planned together: workers remember twice as many outcomes
 MOST_STEPS_AROUND = 2  # what a turn of training needs beside its requests, as a rule: an offload and a swap
 MAX_FAILURES_IN_A_ROW = 3  # a step that cannot work fails its request after this many plans, instead of being planned for ever
@@ -324,6 +325,8 @@ class Core:
         tokens = min(max(1.0, per_second), tokens + max(0, self._now_ms - at_ms) * per_second / 1000)
         if tokens < 1:
             raise Busy(f"this tenant may send {per_second:g} requests a second", retry_after_ms=int(1000 * (1 - tokens) / per_second) + 1)
+        if len(self._buckets) >= MOST_BUCKETS and tenant not in self._buckets:
+            self._buckets.clear()  # made-up names must not grow it; the others begin with full ones again
         self._buckets[tenant] = tokens - 1, self._now_ms
 
     def _creation(self, envelope: Envelope, request: Request, adapter: Adapter | None) -> RequestAccepted:
@@ -392,7 +395,7 @@ class Core:
             raise NotCancellable(f"{target!r} is no request of this tenant")
         found = self.fleet.queued_request(target)
         outcome = self.fleet.outcome(target)
-        if found is not None and not self._may_have_run(*found):
+        if found is not None and not self._may_have_run(found[1]):
             log_id = self._emit(RequestCancelled(target, envelope.request_id))
             outcome = self.fleet.outcome(target)
             assert outcome is not None
@@ -401,7 +404,7 @@ class Core:
             raise NotCancellable(f"{target!r} is {'running' if found else 'not queued'}")
         self._reply_control(envelope, Done(envelope.adapter, f"{target} is cancelled"))
 
-    def _may_have_run(self, adapter: Adapter, queued: Queued) -> bool:
+    def _may_have_run(self, queued: Queued) -> bool:
         request = queued.request
         return queued.doubtful or request.op == Op.CREATE_ADAPTER or self.fleet.running(request.request_id) is not None
 

@@ -260,6 +260,15 @@ def test_a_tenants_own_limits_answer_busy_and_touch_nobody_else(share, words):
     assert all(words in reply.error.message and reply.request_id.startswith("small/") for reply in busy)
 
 
+def test_made_up_tenants_do_not_grow_what_is_remembered_of_rates(monkeypatch):
+    monkeypatch.setattr("scheduler.core.MOST_BUCKETS", 3)
+    bench = Synchronous(Settings("fair", shares={"default": Share(per_second=1000.0)}))
+    for number in range(20):
+        bench.send(f"nobody{number}", "poet", 1, Op.FORWARD, batch(3))
+    bench.settle()
+    assert 1 <= len(bench.core._buckets) <= 3
+
+
 def test_adapters_of_one_tenant_are_limited():
     bench = Synchronous(Settings("fair", shares={"default": Share(adapters=2)}))
     for name in ("one", "two", "three"):
