@@ -34,6 +34,7 @@ from state.events import (
     StepKind,
     StepStarted,
     WorkersJoined,
+    Written,
 )
 from state.fleet import SWITCHING, Expected, Fleet, Group, advance, apply
 from state.requests import Op
@@ -187,6 +188,7 @@ def predicted(fleet: Fleet, group: Group, step: Step) -> Facts:
         spilled = step.kind is StepKind.SPILL if step.kind in (StepKind.SPILL, StepKind.FETCH) else adapter.spilled
         seen.append(AdapterFacts(key, where, pending, dirty, adapter.optimizer_step + updated, "", spilled))
     parts = device.parts
+    written = (Written(step.adapter, step.id),) if step.beside else ()
     return Facts(
         live=device.live,
         weights=Part.WEIGHTS in parts,
@@ -195,6 +197,7 @@ def predicted(fleet: Fleet, group: Group, step: Step) -> Facts:
         sampler=device.sampler,
         published=device.published,
         adapters=tuple(seen),
+        written=written,
     )
 
 

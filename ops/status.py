@@ -76,5 +76,6 @@ def render(name: str, fleet: Fleet, leader: str) -> str:
                 for name, t in fleet.tenants.items()
             ],
         ),
+        *(f"\nadapter {a.key}: {a.damaged}; what was before it is kept" for a in fleet.adapters.values() if a.damaged),
     ]
     return "\n".join(lines)

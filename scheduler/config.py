@@ -103,6 +103,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             snapshot_fallback=True,
             snapshot_share=self.limits.snapshot_share,
             snapshot_after_bytes=self.limits.snapshot_after_bytes,
+            snapshot_beside=True,
         )
 
     def request_limits(self) -> Limits:

@@ -56,9 +56,11 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: tuple[Part, ...] = ()
     keep: bool = False  # swap: the outgoing adapter stays resident in its own device slot
     discard: bool = False  # a voided window. optim_step: drop the pending gradients and fail; restore: leave them out
-    version: int = 0  # publish: the adapter's version; restore: the snapshot; snapshot: the one before, kept until this one is logged
+    version: int = 0  # publish: the adapter's version; restore: the snapshot; snapshot: the last one, kept with later ones
+    before: int = 0  # snapshot: the one before the last, kept as well
     next: str = ""  # a hint: the adapter whose turn comes after this one
     redo: bool = False  # re-execution after a loss: its outcome was given out before
+    beside: bool = False  # snapshot: copied in the step, written beside those after it; `Facts.written` says when it is durable
 
 
 class AdapterFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,6 +76,15 @@ class AdapterFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     spilled: bool = False  # offloaded further, from its host slot to disk
 
 
+class Written(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the writing of a snapshot beside the steps ended: it is durable, or `error` says why not. `cost_us`: of the writing."""
+
+    adapter: str
+    version: int
+    cost_us: int = 0
+    error: str = ""
+
+
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker group observed of its device after a step. Bytes are summed over ranks."""
 
@@ -87,6 +98,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     device_bytes: int = 0
     host_bytes: int = 0
     moved_bytes: int = 0
+    written: tuple[Written, ...] = ()
 
 
 class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -138,6 +150,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     snapshot_fallback: bool = False  # a damaged snapshot: rebuild from the one before it
     snapshot_share: float = 0.0  # snapshot once this share of the re-execution time pays for writing one; 0: by count only
     snapshot_after_bytes: int = 2**60  # of bodies kept for a re-execution of one adapter
+    snapshot_beside: bool = False  # snapshots are written while the group computes on, one at a time
     turn_least_us: int = 50_000  # fair: a turn is worth so much accelerator time, or
     turn_switches: float = 20.0  # so many times what a switch costs, whichever is more,
     turn_most_us: int = 2_000_000  # but no more than this, while there is work for it

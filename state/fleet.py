@@ -120,6 +120,11 @@ class Adapter(msgspec.Struct, array_like=True):
     redo_us: int = 0  # what re-executing `history` would cost, and the bytes of bodies kept for it
     redo_bytes: int = 0
     damaged: str = ""
+    writing: int = 0  # the snapshot that is being written beside the steps, and what it covers: so many of `history`, and their cost
+    writing_at: int = 0
+    writing_us: int = 0
+    writing_bytes: int = 0
+    writing_voided: bool = False
 
     @property
     def falls_back(self) -> bool:
@@ -172,6 +177,7 @@ class Group(msgspec.Struct, array_like=True):
     host_bytes: int = 0
     snapshot_us: int = 0  # what the last snapshot cost to write
     joined_epoch: int = 0  # the term in which its workers last reported: a new leader plans nothing before it has asked them
+    writing: str = ""  # the adapter whose snapshot is being written: one at a time, since its copy takes an adapter's memory
 
 
 class Tenant(msgspec.Struct, array_like=True):
@@ -356,6 +362,7 @@ def _terminal(fleet: Fleet, log_id: int, request_id: str, status: str, error: Er
         group = fleet.groups[adapter.group]
         group.adapters.pop(adapter.key, None)
         group.queue.leave(adapter.tenant, adapter.key)
+        _stop_writing(group, adapter)
         fleet.gaps.pop(adapter.key, None)
         tenant.adapters -= 1
         del fleet.adapters[adapter.key]
@@ -407,13 +414,50 @@ def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
     if step.kind is StepKind.EXECUTE:
         _executed(adapter, step, event.cost_us)
     elif step.kind is StepKind.SNAPSHOT:
-        adapter.previous, adapter.previous_voided, adapter.older = adapter.snapshot, adapter.snapshot_voided, adapter.history
-        adapter.snapshot, adapter.snapshot_voided, adapter.history = step.id, False, []
-        adapter.redone = adapter.redo_us = adapter.redo_bytes = 0
-        group.snapshot_us = event.cost_us
+        _stop_writing(group, adapter)
+        adapter.writing, adapter.writing_at, adapter.writing_voided = step.id, len(adapter.history), False
+        adapter.writing_us, adapter.writing_bytes = adapter.redo_us, adapter.redo_bytes
+        if step.beside:
+            group.writing = adapter.key
+        else:
+            group.snapshot_us = event.cost_us
+            _durable(group, adapter)
     elif step.kind is StepKind.RESTORE:
         adapter.redone = 0
+    _heard(fleet, group, event.facts)
     _reindex(fleet, adapter, log_id)
+
+
+def _heard(fleet: Fleet, group: Group, facts: Facts) -> None:
+    """Snapshots that were written beside the steps. What is told twice, or of an adapter that was lost since, counts for nothing."""
+    for written in facts.written:
+        adapter = fleet.adapters.get(written.adapter)
+        if adapter is None or adapter.writing != written.version:
+            continue
+        group.snapshot_us = written.cost_us or group.snapshot_us
+        if written.error:
+            adapter.damaged = f"snapshot {written.version}: {written.error}"
+            _stop_writing(group, adapter)
+        else:
+            _durable(group, adapter)
+
+
+def _durable(group: Group, adapter: Adapter) -> None:
+    """The snapshot being written is there: recovery begins from it, and what it covers is kept only for its own failing."""
+    covered, rest = adapter.history[: adapter.writing_at], adapter.history[adapter.writing_at :]
+    adapter.previous, adapter.previous_voided, adapter.older = adapter.snapshot, adapter.snapshot_voided, covered
+    adapter.snapshot, adapter.snapshot_voided, adapter.history = adapter.writing, adapter.writing_voided, rest
+    adapter.redone = max(0, adapter.redone - len(covered))
+    adapter.redo_us -= adapter.writing_us
+    adapter.redo_bytes -= adapter.writing_bytes
+    _stop_writing(group, adapter)
+
+
+def _stop_writing(group: Group, adapter: Adapter) -> None:
+    if group.writing == adapter.key:
+        group.writing = ""
+    adapter.writing = adapter.writing_at = adapter.writing_us = adapter.writing_bytes = 0
+    adapter.writing_voided = False
 
 
 def _step_failed(fleet: Fleet, log_id: int, event: StepFailed) -> None:
@@ -424,6 +468,7 @@ def _step_failed(fleet: Fleet, log_id: int, event: StepFailed) -> None:
     if event.facts is not None:
         _charge(fleet, group, step, event.cost_us, event.facts)
         _observe(fleet, group, event.facts)
+        _heard(fleet, group, event.facts)
     adapter = fleet.adapters.get(step.adapter)
     if adapter is not None and step.kind is StepKind.RESTORE and event.error.code in DAMAGED and fleet.settings.snapshot_fallback:
         _fall_back(adapter, event.error)
@@ -474,6 +519,8 @@ def _drop_window(adapter: Adapter) -> None:
         _pop_window(adapter.older)
         adapter.previous_voided = adapter.previous_voided or not adapter.older
     adapter.redone = min(adapter.redone, len(adapter.history))
+    if adapter.writing and len(adapter.history) < adapter.writing_at:
+        adapter.writing_at, adapter.writing_voided = len(adapter.history), True
 
 
 def _pop_window(history: list[Redo]) -> None:
@@ -506,6 +553,7 @@ def _observe_adapter(group: Group, adapter: Adapter, seen: AdapterFacts) -> None
         group.residents.pop(adapter.key, None)
     if adapter.residency is Residency.LOST:
         adapter.redone = 0
+        _stop_writing(group, adapter)
 
 
 def _hold_against(fleet: Fleet, group: Group, step: Step, expected: Expected) -> None:
@@ -568,6 +616,7 @@ def _workers_joined(fleet: Fleet, log_id: int, event: WorkersJoined) -> None:
         group.incarnation = event.incarnation
     group.steps = {}
     _observe(fleet, group, event.facts)
+    _heard(fleet, group, event.facts)
     for key in group.adapters:
         _reindex(fleet, fleet.adapters[key], log_id)
 
@@ -590,6 +639,7 @@ def _lose_all(fleet: Fleet, group: Group) -> None:
             continue
         adapter.residency = moved(adapter.residency, Move.LOSE)
         adapter.redone, adapter.pending, adapter.dirty, adapter.spilled = 0, 0, False, False
+        _stop_writing(group, adapter)
 
 
 def _doubt(fleet: Fleet, group: Group) -> None:

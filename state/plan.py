@@ -108,7 +108,8 @@ class _Planner:
         self.version = adapter.version
         self.request_id = ""
         self.next = ""
-        self.mutations = len(adapter.history)
+        self.mutations = len(adapter.history) - adapter.writing_at
+        self.writing: str = before.writing if before is not None else group.writing
 
     @property
     def where(self) -> Residency:
@@ -126,6 +127,8 @@ class _Planner:
         redo: bool = False,
         request_id: str = "",
         version: int = 0,
+        before: int = 0,
+        beside: bool = False,
     ) -> None:
         step = Step(
             id=self.group.next_step + len(self.steps),
@@ -140,6 +143,8 @@ class _Planner:
             version=version,
             next=self.take_hint(op),
             redo=redo,
+            before=before,
+            beside=beside,
         )
         advance(self.expected, step)
         self.steps.append(step)
@@ -284,12 +289,17 @@ class _Planner:
             return
         # A checkpoint may be overwritten later, so a load is never left to be re-executed.
         loaded = any(request.op == Op.LOAD_STATE for request in turn.requests)
-        settings = self.fleet.settings
-        due = self.mutations >= settings.snapshot_after_requests or self.adapter.redo_bytes >= settings.snapshot_after_bytes
-        if not (loaded or due or self.pays()):
+        settings, adapter = self.fleet.settings, self.adapter
+        beside = settings.snapshot_beside and not loaded and not self.writing
+        late = adapter.redo_bytes - adapter.writing_bytes >= settings.snapshot_after_bytes
+        due = loaded or late or self.mutations >= settings.snapshot_after_requests
+        if not due and (not self.pays() or (settings.snapshot_beside and not beside)):
             return
         self.needs(Needs(slot=True))
-        self.add(StepKind.SNAPSHOT, self.adapter.key, version=self.adapter.snapshot)
+        before = adapter.previous if settings.snapshot_beside else 0
+        self.add(StepKind.SNAPSHOT, adapter.key, version=adapter.snapshot, before=before, beside=beside)
+        if beside:
+            self.writing = adapter.key
 
     def pays(self) -> bool:
         """Whether re-executing what came since the last snapshot takes so long that `snapshot_share` of it is enough to write one. Looks at

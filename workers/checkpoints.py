@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -108,15 +108,22 @@ def read_shard(path: Path, manifest: Manifest, name: str) -> bytes:
     return data
 
 
-def snapshots_kept(versions: Iterable[int], newest: int, logged: int) -> set[int]:
-    """`newest` was just written, `logged` is the one that the log trusts until it knows; and the one before that, should it be damaged."""
-    before = max((version for version in versions if version < logged), default=logged)
-    return {newest, logged, before}
+class Kept(NamedTuple):
+    """Which snapshots the log trusted when a further one was planned: the last, and the one before it, should that be damaged."""
+
+    last: int
+    before: int
+
+    def of(self, versions: Iterable[int]) -> set[int]:
+        """Later ones stay as well: the log may have heard of them since."""
+        versions = set(versions)
+        before = self.before or max((version for version in versions if version < self.last), default=0)
+        return {version for version in versions if version >= self.last or version == before}
 
 
-def forget_snapshots(directory: Path, newest: int, logged: int) -> None:
+def forget_snapshots(directory: Path, kept: Kept) -> None:
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    keep = snapshots_kept((int(name) for name in names if name.isdigit()), newest, logged)
+    keep = kept.of(int(name) for name in names if name.isdigit())
     for name in names:
         if name not in {str(version) for version in keep}:
             shutil.rmtree(directory / name, ignore_errors=True)

@@ -23,7 +23,7 @@ from state.errors import (
     WorkerFailed,
     WrongLive,
 )
-from state.events import STALE, AdapterFacts, Facts, GroupSpec, Part, Step, StepKind
+from state.events import STALE, AdapterFacts, Facts, GroupSpec, Part, Step, StepKind, Written
 from state.requests import (
     CreateAdapter,
     Done,
@@ -43,6 +43,7 @@ from state.requests import (
     encode_body,
 )
 from state.residency import ALL_PARTS, NEEDS, STEP_NEEDS, Needs, Residency
+from workers.checkpoints import Kept
 from workers.contract import Call, Gate, StepOutcome
 
 
@@ -104,8 +105,13 @@ class Engine(Protocol):
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
         """Checkpoint to slot; the facts give optimizer_step, pending and digest."""
 
-    def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
-        """Slot to the durable snapshot `version`; of the earlier ones `keep` stays, which the log still trusts, and the one before it."""
+    def snapshot(self, adapter: str, version: int, kept: Kept, facts: AdapterFacts, beside: bool) -> None:
+        """Slot to the durable snapshot `version`; of the earlier ones those in `kept` stay.
+        `beside`: the slot is copied, and written while steps go on."""
+
+    def take_written(self) -> tuple[Written, ...]:
+        """How writings beside the steps ended since the last call."""
+        ...
 
     def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
         """Snapshot to slot, with or without the gradients that were pending in it."""
@@ -151,6 +157,7 @@ class Machine:
         self.sampler = False
         self.published = ""
         self.guard_pending = guard_pending  # test seam: False plants the lost-gradient fault
+        self.written: dict[str, Written] = {}  # the last one of each adapter: a new leader may not have heard of it
         self.lost: set[str] = set()  # adapters whose state a failure spoiled: to be rebuilt from snapshot and log
         self._touched: list[str] = []
 
@@ -160,9 +167,11 @@ class Machine:
         return self.gate.run(call, self._act)
 
     def facts(self, adapters: tuple[str, ...] | None = None) -> Facts:
-        """`adapters` None reports all of them."""
+        """`adapters` None reports all of them, and each one's last snapshot; else only what is new."""
         keys = tuple(self.held) if adapters is None else adapters
         parts = self.engine.resident_parts()
+        written = self.engine.take_written()
+        self.written |= {one.adapter: one for one in written if one.adapter in self.held}
         return Facts(
             live=self.live,
             weights=Part.WEIGHTS in parts,
@@ -174,6 +183,7 @@ class Machine:
             device_bytes=self.engine.device_bytes(),
             host_bytes=self.engine.host_bytes(),
             moved_bytes=self.engine.take_moved_bytes(),
+            written=tuple(self.written.values()) if adapters is None else written,
         )
 
     def _adapter_facts(self, key: str) -> AdapterFacts:
@@ -206,6 +216,7 @@ class Machine:
         if adapter in self.held:
             self.engine.drop(adapter)
             del self.held[adapter]
+        self.written.pop(adapter, None)
         self.lost.add(adapter)
         self.live = STALE if self.live == adapter else self.live
 
@@ -351,7 +362,8 @@ class Machine:
         held = self.held[step.adapter]
         if held.state_dirty or held.grads_dirty:
             raise PendingUnparked(f"snapshot: the slot of {step.adapter} is behind the device; flush first")
-        self.engine.snapshot(step.adapter, step.id, step.version, self._adapter_facts(step.adapter))
+        kept = Kept(step.version, step.before)
+        self.engine.snapshot(step.adapter, step.id, kept, self._adapter_facts(step.adapter), step.beside)
         return b""
 
     def _restore(self, step: Step, body: bytes) -> bytes:
@@ -409,6 +421,7 @@ class Machine:
         if step.adapter in self.held:
             self.engine.drop(step.adapter)
             del self.held[step.adapter]
+        self.written.pop(step.adapter, None)
         self.lost.discard(step.adapter)
         return Done(step.adapter)
 

@@ -236,10 +236,13 @@ def merge(outcomes: list[StepOutcome]) -> StepOutcome:
 
 
 def merge_facts(facts: list[Facts]) -> Facts:
-    """Ranks must see the same device state; where they do not, the merged `live` says so and the fold finds the group diverged."""
+    """Ranks must see the same device state; where they do not, the merged `live` says so and the fold finds the group diverged. Only rank 0
+    tells of snapshots that were written beside the steps."""
     first = facts[0]
     summed = {name: sum(getattr(seen, name) for seen in facts) for name in ("device_bytes", "host_bytes", "moved_bytes")}
-    same = {msgspec.msgpack.encode(msgspec.structs.replace(seen, device_bytes=0, host_bytes=0, moved_bytes=0)) for seen in facts}
+    same = {
+        msgspec.msgpack.encode(msgspec.structs.replace(seen, device_bytes=0, host_bytes=0, moved_bytes=0, written=())) for seen in facts
+    }
     if len(same) > 1:
         digest = hashlib.sha256(b"".join(sorted(same))).hexdigest()[:8]
         return msgspec.structs.replace(first, live=f"!ranks differ {digest}", **summed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from state.errors import BadCheckpoint, CheckpointExists, UnknownCheckpoint, WorkerFailed, WorkersLostError
-from state.events import AdapterFacts, GroupSpec, Part, StepKind
+from state.events import AdapterFacts, GroupSpec, Part, StepKind, Written
 from state.requests import (
     Forward,
     ForwardResult,
@@ -34,6 +35,7 @@ from state.residency import ALL_PARTS
 from workers import checkpoints
 from workers.contract import Call, Status, StepOutcome
 from workers.machine import Machine
+from workers.snapshot_writer import SnapshotWriter
 
 SIMULATED_SPEC = GroupSpec(
     backend="simulated",
@@ -60,11 +62,22 @@ def _hash(*parts: object) -> str:
     return hashlib.sha256("\0".join(str(part) for part in parts).encode()).hexdigest()
 
 
+class Writing(msgspec.Struct, frozen=True):
+    """A snapshot on its way to the simulated disk, where it is after some more steps."""
+
+    adapter: str
+    version: int
+    kept: checkpoints.Kept
+    copy: Copy
+    steps: int = 2
+
+
 class SimulatedDisk:
     """Snapshots and checkpoints of engines that have no directory; outlives them."""
 
     def __init__(self) -> None:
         self.snapshots: dict[str, dict[int, Copy]] = {}
+        self.refuses: Callable[[], bool] = lambda: False  # whether the next snapshot that is written beside the steps fails
         self.checkpoints: dict[tuple[str, str, str], tuple[str, Copy]] = {}  # (adapter, kind, name) -> the request that asked, the copy
 
 
@@ -82,6 +95,8 @@ class SimulatedEngine:
         self.parts: set[Part] = set(ALL_PARTS)
         self.moved = 0
         self.spilled: dict[str, Copy] = {}
+        self.writer = SnapshotWriter()
+        self.writing: tuple[Writing, ...] = ()  # of engines without a directory
 
     def create(self, adapter: str, signature: Signature) -> None:
         self.slots[adapter] = Copy(signature, _hash("seed", encode_body(signature)))
@@ -188,7 +203,9 @@ class SimulatedEngine:
             return SaveResult(path, _hash(msgspec.msgpack.encode(self.slots[adapter])))
         final = self._path(adapter, kind, name)
         before = checkpoints.written_by(final, request_id)
-        return SaveResult(path, before or self._write(checkpoints.begin(final, overwrite), final, adapter, kind, request_id))
+        return SaveResult(
+            path, before or self._write(checkpoints.begin(final, overwrite), final, adapter, kind, self.slots[adapter], request_id)
+        )
 
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
         copy = self._read_checkpoint(source, name)
@@ -198,16 +215,44 @@ class SimulatedEngine:
         self.slots[adapter] = copy if optimizer else msgspec.structs.replace(copy, optimizer_step=0)
         return self._facts(adapter)
 
-    def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
+    def snapshot(self, adapter: str, version: int, kept: checkpoints.Kept, facts: AdapterFacts, beside: bool) -> None:
+        copy = self.slots[adapter]
         if self.root is None:
-            kept = self.disk.snapshots.setdefault(adapter, {})
-            kept[version] = self.slots[adapter]
-            for old in set(kept) - checkpoints.snapshots_kept(kept, version, keep):
-                del kept[old]
+            writing = Writing(adapter, version, kept, copy)
+            if beside:
+                self.writing += (writing,)
+            else:
+                self._keep(writing)
             return
         final = self._path(adapter, "snapshot", str(version))
-        self._write(checkpoints.begin(final, overwrite=True), final, adapter, "snapshot")
-        checkpoints.forget_snapshots(final.parent, version, keep)
+
+        def write() -> None:
+            self._write(checkpoints.begin(final, overwrite=True), final, adapter, "snapshot", copy)
+            checkpoints.forget_snapshots(final.parent, kept)
+
+        if beside:
+            self.writer.begin(adapter, version, write)
+        else:
+            self.writer.settle()
+            write()
+
+    def _keep(self, writing: Writing) -> None:
+        there = self.disk.snapshots.setdefault(writing.adapter, {})
+        there[writing.version] = writing.copy
+        for old in set(there) - writing.kept.of(there):
+            del there[old]
+
+    def take_written(self) -> tuple[Written, ...]:
+        ended = [writing for writing in self.writing if not writing.steps]
+        self.writing = tuple(msgspec.structs.replace(w, steps=w.steps - 1) for w in self.writing if w.steps)
+        told = []
+        for writing in ended:
+            if self.disk.refuses():
+                told.append(Written(writing.adapter, writing.version, error="the disk is full"))
+            else:
+                self._keep(writing)
+                told.append(Written(writing.adapter, writing.version, cost_us=1))
+        return (*told, *self.writer.take())
 
     def restore(self, adapter: str, version: int, *, pending: bool) -> AdapterFacts:
         if self.root is None:
@@ -256,10 +301,10 @@ class SimulatedEngine:
             raise UnknownCheckpoint(f"checkpoint {name!r} does not exist")
         return copy
 
-    def _write(self, aside: Path, final: Path, adapter: str, kind: str, request_id: str = "") -> str:
-        data = msgspec.msgpack.encode(self.slots[adapter])
+    def _write(self, aside: Path, final: Path, adapter: str, kind: str, copy: Copy, request_id: str = "") -> str:
+        data = msgspec.msgpack.encode(copy)
         shards = {"shard-0.msgpack": checkpoints.write_shard(aside, "shard-0.msgpack", data)}
-        signature = msgspec.to_builtins(self.slots[adapter].signature)
+        signature = msgspec.to_builtins(copy.signature)
         return checkpoints.commit(aside, final, checkpoints.Manifest(adapter, kind, signature, {}, {}, shards, request_id=request_id))
 
     def _read(self, path: Path) -> Copy:

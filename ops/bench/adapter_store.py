@@ -19,6 +19,7 @@ from typing import Any
 
 from ops.bench import result
 from ops.tables import table
+from workers.checkpoints import Kept
 from workers.group_config import GroupConfig, ModelConfig
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -162,7 +163,7 @@ class Bench:
 
         def snapshot() -> None:
             count[0] += 1
-            engine.snapshot("c", count[0], 0, facts)
+            engine.snapshot("c", count[0], Kept(0, 0), facts, False)
 
         def export() -> None:
             count[0] += 1

@@ -117,6 +117,7 @@ def _settings(rng: random.Random) -> Settings:
         snapshot_fallback=True,
         plan_us=rng.choice((0, 20_000)),
         snapshot_share=rng.choice((0.0, 0.3)),
+        snapshot_beside=rng.choice((False, True)),
     )
 
 

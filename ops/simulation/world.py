@@ -42,6 +42,7 @@ FAULTS = {
     "workers_die_after": 4.0,
     "workers_slow": 4.0,
     "disk_full": 20.0,
+    "adapter_snapshot_fails": 4.0,
     "state_snapshot_damaged": 20.0,
     "adapter_snapshot_damaged": 8.0,
     "clock_steps": 1.0,
@@ -237,6 +238,7 @@ class Workers:
     def __init__(self, world: World, name: str, spec: GroupSpec, guard_pending: bool = True) -> None:
         self.world, self.name, self.spec, self.guard_pending = world, name, spec, guard_pending
         self.disk = SimulatedDisk()
+        self.disk.refuses = lambda: world.strikes("adapter_snapshot_fails")
         self.damaged: dict[str, int] = {}
         self.born = 0
         self.dead = True

@@ -30,6 +30,7 @@ from ops.simulation import tenants
 from ops.simulation.tenants import Answer, Program
 from scheduler.core import Batch, Core, Drain, Finished, Input, Joined, Lost, Tick
 from scheduler.validation import Limits
+from state import fleet as state_fleet
 from state import log_id as ids
 from state.events import GroupSpec, RequestCancelled, RequestCompleted, RequestFailed, Settings, Step, StepKind, WorkersLost
 from state.events import decode as decode_event
@@ -40,6 +41,7 @@ from state.requests import Cancel, CreateAdapter, Envelope, LoadState, Op, Optim
 from state.residency import Residency
 from tests.harness import FAILING, SAMPLE, sequence
 from tests.simulation.test_histories import no_asking, no_dedupe, no_order, no_repetition_check, no_watermark
+from workers.checkpoints import Kept
 from workers.contract import Call, Gate, Status, StepOutcome
 from workers.machine import Machine
 from workers.simulated import SIMULATED_SPEC, Copy, SimulatedDisk, SimulatedEngine
@@ -103,6 +105,7 @@ class Setting(NamedTuple):
     ahead: int = 64  # most requests that a tenant sends before the first of them is answered
     host_slots: int = 64
     parking: bool = True  # test seam
+    beside: bool = False  # snapshots are written while steps go on
 
     @property
     def settings(self) -> Settings:
@@ -113,6 +116,7 @@ class Setting(NamedTuple):
             snapshot_after_requests=self.snapshot_after,
             snapshot_fallback=True,
             parking=self.parking,
+            snapshot_beside=self.beside,
         )
 
     @property
@@ -215,7 +219,7 @@ def clone(machine: Machine) -> Machine:
     """What a step may change is copied, with the disk; copies of adapters are values and are shared."""
     twin = copy.copy(machine)
     twin.held = {adapter: copy.copy(held) for adapter, held in machine.held.items()}
-    twin.lost = set(machine.lost)
+    twin.lost, twin.written = set(machine.lost), dict(machine.written)
     twin.gate = copy.copy(machine.gate)
     twin.gate.outcomes = machine.gate.outcomes.copy()
     engine = machine.engine
@@ -247,8 +251,10 @@ def fingerprint(point: Point, fleet: Fleet) -> bytes:
         (
             *group.steps,
             *(due.version for due in group.steps.values() if due.kind in OF_SNAPSHOTS),
-            *(number for adapter in adapters for number in (adapter.snapshot, adapter.previous)),
+            *(number for adapter in adapters for number in (adapter.snapshot, adapter.previous, adapter.writing)),
             *(number for kept in point.disk.snapshots.values() for number in kept),
+            *((due.version for due in machine.engine.writing) if machine is not None else ()),
+            *((told.version for told in machine.written.values()) if machine is not None else ()),
         )
     )
     parts = (
@@ -273,6 +279,7 @@ def _adapter_parts(adapter: Adapter, arrival: dict[int, int], turn: dict[int, in
         (turn[adapter.last_turn], step[adapter.snapshot], adapter.snapshot_voided, step[adapter.previous], adapter.previous_voided),
         [(redo.request.seq, redo.digest) for redo in (*adapter.older, *adapter.history)],
         (len(adapter.older), adapter.redone, adapter.damaged),
+        (step[adapter.writing], adapter.writing_at, adapter.writing_voided),
     )
 
 
@@ -283,8 +290,11 @@ def _tenant_parts(tenant: Tenant) -> Any:
 def _group_parts(fleet: Fleet, group: Group, step: dict[int, int]) -> Any:
     return (
         (bool(group.incarnation), group.joined_epoch == fleet.epoch, group.failures, group.device),
-        (sorted(group.residents), sorted(key for key, _ in group.queue.runnable()), list(group.adapters)),
-        [msgspec.structs.replace(due, id=step[due.id], version=_version(due, step)) for due in group.steps.values()],
+        (group.writing, sorted(group.residents), sorted(key for key, _ in group.queue.runnable()), list(group.adapters)),
+        [
+            msgspec.structs.replace(due, id=step[due.id], version=_version(due, step), before=step.get(due.before, -1))
+            for due in group.steps.values()
+        ],
     )
 
 
@@ -295,17 +305,25 @@ def _version(due: Step, step: dict[int, int]) -> int:
 def _machine_parts(machine: Machine, group: Group, step: dict[int, int], point: Point) -> Any:
     """Of the gate's memory counts what may be asked for again: the steps that the log has in doubt, and the order of the next."""
     engine, gate = machine.engine, machine.gate
-    unheard = [(step[number], _outcome_parts(gate.outcomes[number])) for number in group.steps if number in gate.outcomes]
+    unheard = [(step[number], _outcome_parts(gate.outcomes[number], step)) for number in group.steps if number in gate.outcomes]
     return (
         (machine.live, machine.sampler, machine.published, sorted(machine.lost), sorted(machine.held.items())),
         (sorted(engine.slots.items()), sorted(engine.device_slots.items()), sorted(engine.spilled.items()), sorted(engine.parts)),
         (engine.live, engine.sampler),
+        [
+            msgspec.structs.replace(due, version=step[due.version], kept=Kept(*(step.get(v, -1) for v in due.kept)))
+            for due in engine.writing
+        ],
+        [(told.adapter, step[told.version], told.error) for told in machine.written.values()],
         (group.incarnation == point.incarnation, unheard, point.plan is not None and gate.finished == point.plan.after),
     )
 
 
-def _outcome_parts(outcome: StepOutcome) -> Any:
-    facts = msgspec.structs.replace(outcome.facts, moved_bytes=0) if outcome.facts is not None else None
+def _outcome_parts(outcome: StepOutcome, step: dict[int, int]) -> Any:
+    facts = outcome.facts
+    if facts is not None:
+        written = tuple(msgspec.structs.replace(told, version=step.get(told.version, -1)) for told in facts.written)
+        facts = msgspec.structs.replace(facts, moved_bytes=0, written=written)
     return facts, outcome.result, outcome.error.code if outcome.error is not None else ""
 
 
@@ -740,6 +758,7 @@ TWO = Bounds(2, deaths=2, elections=2, repeats=1, lates=1, cancels=1, damages=1,
 SETTINGS = (
     Setting("first update", "fifo", 1, 256, SHORT, EACH._replace(drains=0), ahead=2),
     Setting("first update, snapshots", "round_robin", 1, 2, SHORT, EACH, ahead=1),
+    Setting("first update, snapshots written beside", "round_robin", 1, 2, SHORT, EACH._replace(drains=0, cancels=0), ahead=1, beside=True),
     Setting("voided window, two device slots", "round_robin", 2, 256, VOIDED, EACH, ahead=1),
     Setting("checkpoints, snapshots, spilled", "fifo", 2, 2, CHECKPOINTS, EACH, ahead=1, host_slots=1),
     Setting("late requests given up", "fifo", 1, 2, SHORT, Bounds(2, lates=1, expiries=1), ahead=3),
@@ -786,12 +805,24 @@ def no_fence(monkeypatch):
     monkeypatch.setattr(Gate, "fence", lambda self, epoch: None)
 
 
+def all_covered(monkeypatch):
+    """A snapshot that was written beside the steps passes for one of what was there when it was done."""
+    durable = state_fleet._durable
+
+    def forgetful(group, adapter):
+        adapter.writing_at = len(adapter.history)
+        durable(group, adapter)
+
+    monkeypatch.setattr(state_fleet, "_durable", forgetful)
+
+
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 #: What is switched off, and the setting of the test above that notices.
 PROTECTIONS = {
     "fencing of workers": (no_fence, "first update"),
     "dedupe": (no_dedupe, "first update"),
     "snapshot watermark": (no_watermark, "first update, snapshots"),
+    "watermark of what was copied": (all_covered, "first update, snapshots written beside"),
     "seq order": (no_order, "late requests given up"),
     "asking before commanding": (no_asking, "first update"),
     "step repetition": (no_repetition_check, "first update"),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from state.events import STALE, Part, Step, StepKind
+from state.events import STALE, Part, Step, StepKind, Written
 from state.requests import (
     RESULTS,
     CreateAdapter,
@@ -63,6 +64,7 @@ class Device:
         self.apply, self.epoch = apply, epoch
         self.last = 0
         self.live = ""
+        self.written: list[Written] = []  # what was told of snapshots that were written beside the steps
         self.space = next(_SPACES)
 
     def do(
@@ -73,6 +75,7 @@ class Device:
         outcome: StepOutcome = self.apply(Call(self.epoch, step, body=encode_body(body) if body is not None else b""))
         if outcome.facts is not None:
             self.live = outcome.facts.live
+            self.written += outcome.facts.written
         return outcome
 
     def ok(self, *args: Any, **kwargs: Any) -> StepOutcome:
@@ -358,6 +361,28 @@ class Conformance:
         assert facts.pending == 1
         device.swap(a)
         assert device.train(a, 3) == control
+
+    def test_a_snapshot_written_beside_the_steps_holds_what_it_copied(self, device):
+        """The adapter trains on, and its slot changes, while the snapshot is on its way to the disk."""
+        a, alone = self.name(device, "a"), self.name(device, "alone")
+        control = self.control(device, alone, [1, 2])
+        device.create(a, 0)
+        device.swap(a)
+        assert device.train(a, 1) == control[0]
+        device.ok(StepKind.FLUSH, a)
+        device.ok(StepKind.SNAPSHOT, a, beside=True)
+        version = device.last
+        for number in range(500):
+            if device.written:
+                break
+            device.train(a, 10 + number % 5)
+            device.ok(StepKind.FLUSH, a)
+            time.sleep(0.005)
+        assert [(one.adapter, one.version, one.error) for one in device.written] == [(a, version, "")]
+        device.swap(alone)
+        device.ok(StepKind.RESTORE, a, version=version)
+        device.swap(a)
+        assert device.train(a, 2) == control[1]
 
     def test_samples_are_decided_by_weights_and_request(self, device):
         a = self.name(device, "a")

@@ -22,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from state.errors import BadCheckpoint, HotdeskError, OutOfMemory, WorkerFailed, error_from
-from state.events import AdapterFacts, GroupSpec, Part
+from state.events import AdapterFacts, GroupSpec, Part, Written
 from state.requests import (
     Datum,
     Forward,
@@ -42,6 +42,7 @@ from workers.megatron.arena import Arena, aligned
 from workers.megatron.exchange import exchange
 from workers.megatron.model import LoraLinear, build, initial_value, lora_parameters, transformer_config
 from workers.megatron.sampler import Sampler, causal_mask
+from workers.snapshot_writer import SnapshotWriter
 
 MICROBATCH_TOKENS = 8192  # padded tokens of one forward; a request of more is cut into microbatches, in order
 
@@ -114,6 +115,7 @@ class MegatronEngine:
         self.spilled: dict[str, Slot] = {}
         self.device_slots: dict[str, list[torch.Tensor]] = {}
         self.bound: Slot | None = None
+        self.writer = SnapshotWriter()
         self.sampler = self._build_sampler()
         self.sleep_sampler()
         self.moved = 0
@@ -582,11 +584,22 @@ class MegatronEngine:
     def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
         return self._fill(adapter, self.root / source / "weights" / name, optimizer=optimizer, pending=False)
 
-    def snapshot(self, adapter: str, version: int, keep: int, facts: AdapterFacts) -> None:
+    def snapshot(self, adapter: str, version: int, kept: checkpoints.Kept, facts: AdapterFacts, beside: bool) -> None:
         path = self.root / adapter / "snapshot" / str(version)
+        if beside:
+            tensors = {name: tensor.clone() for name, tensor in self._whole(self.slots[adapter]).items()}
+            write = self._together(lambda: shards.save_beside(self, facts, path, tensors, kept))
+            self.writer.begin(adapter, version, write)
+            return
+        self.writer.settle()
         self._together(lambda: shards.save(self, facts, path, "snapshot", self._whole(self.slots[adapter]), True))
         if dist.get_rank() == 0:
-            checkpoints.forget_snapshots(path.parent, version, keep)
+            checkpoints.forget_snapshots(path.parent, kept)
+
+    def take_written(self) -> tuple[Written, ...]:
+        """Rank 0's are the group's: they are there once every rank's shard is."""
+        written = self.writer.take()
+        return written if dist.get_rank() == 0 else ()
 
     def spill(self, adapter: str, facts: AdapterFacts) -> None:
         slot = self.slots[adapter]

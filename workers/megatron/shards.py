@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import save as to_bytes
 
 from state.errors import BadCheckpoint
 from state.events import AdapterFacts
-from workers import checkpoints
+from workers import checkpoints, snapshot_writer
 
 if TYPE_CHECKING:
     from workers.megatron.engine import MegatronEngine
@@ -58,18 +59,45 @@ def save(
     request_id: str = "",
 ) -> str:
     """Every rank writes its shard aside; rank 0 writes the manifest over all of them and makes it visible. Returns its digest."""
-    rank = dist.get_rank()
-    prepared = _on_rank_0(lambda: checkpoints.begin(final, overwrite))
-    aside = Path(prepared)
-    name = f"shard-{rank}.safetensors"
-    data = to_bytes({key: tensor.contiguous() for key, tensor in tensors.items()})
-    written = engine._gather_world((name, checkpoints.write_shard(aside, name, data)))
-    signature = msgspec.to_builtins(engine.slots[facts.adapter].signature)
-    known: dict[str, Any] = {"optimizer_step": facts.optimizer_step, "pending": facts.pending, "digest": facts.digest}
-    known["group_steps"] = engine.slots[facts.adapter].group_steps
-    manifest = checkpoints.Manifest(facts.adapter, kind, signature, _layout(engine), known, dict(written), request_id=request_id)
+    aside = Path(_on_rank_0(lambda: checkpoints.begin(final, overwrite)))
+    name = _shard(dist.get_rank())
+    written = engine._gather_world((name, checkpoints.write_shard(aside, name, _bytes(tensors))))
+    manifest = msgspec.structs.replace(_manifest(engine, facts, kind, request_id), shards=dict(written))
     digest = _on_rank_0(lambda: checkpoints.commit(aside, final, manifest))
     return str(digest)
+
+
+def save_beside(
+    engine: MegatronEngine, facts: AdapterFacts, final: Path, tensors: dict[str, torch.Tensor], kept: checkpoints.Kept
+) -> Callable[[], None]:
+    """Prepares a snapshot of `tensors`, which nothing changes any more; what it returns writes it, in any thread, without a collective."""
+    aside = Path(_on_rank_0(lambda: checkpoints.begin(final, overwrite=True)))
+    manifest = _manifest(engine, facts, "snapshot")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def write() -> None:
+        digest = checkpoints.write_shard(aside, _shard(rank), _bytes(tensors))
+        snapshot_writer.leave_digest(aside, _shard(rank), digest)
+        if rank == 0:
+            digests = snapshot_writer.collect_digests(aside, [_shard(one) for one in range(world)])
+            snapshot_writer.finish(aside, final, msgspec.structs.replace(manifest, shards=digests), kept)
+
+    return write
+
+
+def _shard(rank: int) -> str:
+    return f"shard-{rank}.safetensors"
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> bytes:
+    return to_bytes({key: tensor.contiguous() for key, tensor in tensors.items()})
+
+
+def _manifest(engine: MegatronEngine, facts: AdapterFacts, kind: str, request_id: str = "") -> checkpoints.Manifest:
+    slot = engine.slots[facts.adapter]
+    known: dict[str, Any] = {"optimizer_step": facts.optimizer_step, "pending": facts.pending, "digest": facts.digest}
+    known["group_steps"] = slot.group_steps
+    return checkpoints.Manifest(facts.adapter, kind, msgspec.to_builtins(slot.signature), _layout(engine), known, {}, request_id=request_id)
 
 
 def export(engine: MegatronEngine, facts: AdapterFacts, final: Path, files: dict[str, bytes], request_id: str) -> str:
@@ -92,7 +120,7 @@ def load(engine: MegatronEngine, path: Path) -> tuple[checkpoints.Manifest, dict
     manifest = checkpoints.read_manifest(path)
     if manifest.layout != _layout(engine):
         raise BadCheckpoint(f"checkpoint {path.name!r} was written by layout {manifest.layout}, this group is {_layout(engine)}")
-    data = checkpoints.read_shard(path, manifest, f"shard-{dist.get_rank()}.safetensors")
+    data = checkpoints.read_shard(path, manifest, _shard(dist.get_rank()))
     try:
         return manifest, from_bytes(data)
     except SafetensorError as error:
