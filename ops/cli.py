@@ -18,6 +18,7 @@ from state.errors import ConfigError, HotdeskError, ServerFault
 COMMANDS = {
     "up": ("ops.serve", "run a daemon with everything it needs: embedded server, local Ray, worker groups"),
     "serve": ("ops.serve", "run a daemon on a Redis URL and a Ray address"),
+    "gateway": ("ops.gateway", "serve the Tinker protocol over HTTP for a running fleet"),
     "demo": ("ops.demo", "three tenants train and sample on one colocated group, replayed and checked"),
     "submit": ("ops.submit", "send one request as a tenant and print its result"),
     "status": ("ops.status", "what is true now: leader, groups, adapters, tenants"),

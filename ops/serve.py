@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ import structlog
 
 from ops.cli import common_arguments
 from ops.fleet import adapters_root, configuration
+from ops.supervised import Supervised, beside
 from scheduler.config import Config
 from scheduler.daemon import Daemon
 from scheduler.embedded import EmbeddedServer
@@ -28,6 +30,7 @@ SUPERVISE_S = 1.0
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     common_arguments(parser)
+    parser.add_argument("--no-gateway", action="store_true", help="up: without the HTTP gateway")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,15 +45,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("key redis.url: is empty", way_out="set it, or use `hotdesk up` for an embedded server")
     url = server.url if server is not None else config.redis.url
     structlog.get_logger("hotdesk").info("starting", fleet=config.fleet.name, redis=_without_password(url), data_dir=str(config.data_dir))
+    with_gateway = args.command == "up" and not args.no_gateway
     try:
-        anyio.run(_serve, config, url, server)
+        with beside(config, args, url) if with_gateway else contextlib.nullcontext() as gateway:
+            anyio.run(_serve, config, url, server, gateway)
     finally:
         if server is not None:
             server.stop()
     return 0
 
 
-async def _serve(config: Config, url: str, server: EmbeddedServer | None) -> None:
+async def _serve(config: Config, url: str, server: EmbeddedServer | None, gateway: Supervised | None) -> None:
     store = RedisLog.connect(url, config.fleet.name, config.settings().result_retention_ms)
     groups = [build_group(name, group, config) for name, group in config.groups.items()]
     daemon = Daemon(
@@ -66,6 +71,8 @@ async def _serve(config: Config, url: str, server: EmbeddedServer | None) -> Non
             tasks.start_soon(_announce, daemon, config, url)
             if server is not None:
                 tasks.start_soon(_supervise, server)
+            if gateway is not None:
+                tasks.start_soon(_supervise_gateway, gateway)
             await daemon.run(handle_signals=True)
             tasks.cancel_scope.cancel()
     finally:
@@ -80,6 +87,12 @@ async def _supervise(server: EmbeddedServer) -> None:
             await anyio.to_thread.run_sync(server.keep_alive)
         except ServerFault as error:
             structlog.get_logger("hotdesk").error("embedded_server_failed", error=str(error))
+
+
+async def _supervise_gateway(gateway: Supervised) -> None:
+    while True:
+        await anyio.sleep(SUPERVISE_S)
+        gateway.keep_alive()
 
 
 async def _announce(daemon: Daemon, config: Config, url: str) -> None:

@@ -72,6 +72,21 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["auto", "console", "json"] = "auto"
 
 
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`keys`: tenant -> sha256 of its API key, in hex. `any_key`: every key is a tenant of its own; on a loopback address only."""
+
+    host: str = "127.0.0.1"
+    port: int = 8088
+    keys: dict[str, str] = {}
+    any_key: bool = True
+    lora_alpha: float = 16.0
+    session_timeout_s: float = 300.0
+    sampler_idle_s: float = 600.0
+    answer_kept_s: float = 600.0
+    hold_s: float = 25.0
+    body_bytes: int = 32 * 2**20
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fleet: FleetConfig = FleetConfig()
     redis: RedisConfig = RedisConfig()
@@ -79,6 +94,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: PolicyConfig = PolicyConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
+    gateway: GatewayConfig = GatewayConfig()
     groups: dict[str, GroupConfig] = msgspec.field(default_factory=lambda: {"main": GroupConfig()})
 
     @property
@@ -110,7 +126,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Limits(self.limits.body_bytes, self.limits.datums, self.limits.samples)
 
 
-_FROM_ENVIRONMENT = ("fleet", "redis", "ray", "policy", "limits", "log")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_FROM_ENVIRONMENT = ("fleet", "redis", "ray", "policy", "limits", "log", "gateway")
 
 
 def load(path: Path | None, environment: Mapping[str, str] = os.environ) -> Config:
@@ -168,6 +185,21 @@ def _check(config: Config) -> None:
             "must begin with redis://, rediss:// or unix://",
         ),
         ("groups", bool(config.groups), "needs at least one group"),
+        ("gateway.port", 0 <= config.gateway.port < 65536, "is no port"),
+        (
+            "gateway.any_key",
+            not config.gateway.any_key or config.gateway.host in LOOPBACK,
+            f"must be false where gateway.host {config.gateway.host!r} can be reached from elsewhere; name the keys in gateway.keys",
+        ),
+        *(
+            (f"gateway.keys.{name}", is_name(name) and re.fullmatch("[0-9a-f]{64}", key) is not None, "is no tenant name and sha256 in hex")
+            for name, key in config.gateway.keys.items()
+        ),
+        *(
+            (f"gateway.{name}", getattr(config.gateway, name) > 0, "must be positive")
+            for name in ("lora_alpha", "session_timeout_s", "sampler_idle_s", "answer_kept_s", "hold_s", "body_bytes")
+        ),
+        ("gateway.hold_s", config.gateway.hold_s <= 40, "must be at most 40: clients give up after 45 s"),
         *((f"limits.{name}", value > 0, "must be positive") for name, value in msgspec.structs.asdict(config.limits).items()),
     ]
     for name, group in config.groups.items():

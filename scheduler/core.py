@@ -18,6 +18,7 @@ from state import log_id as ids
 from state.errors import (
     AdapterExists,
     AdapterLost,
+    BadBody,
     BadName,
     BadSignature,
     BodyTooLarge,
@@ -67,6 +68,7 @@ from state.requests import (
     Done,
     Envelope,
     Op,
+    Recalled,
     Reply,
     adapter_key,
     decode_body,
@@ -282,10 +284,11 @@ class Core:
         else:
             if adapter is None or adapter.lane != request.lane:
                 raise UnknownAdapter(f"adapter {request.adapter!r} does not exist")
-            if request.seq < adapter.next_seq or request.seq in adapter.settled:
+            if not adapter.unordered and (request.seq < adapter.next_seq or request.seq in adapter.settled):
                 raise ResultExpired(f"seq {request.seq} ended before; the next is {adapter.next_seq}")
             spec = self.fleet.groups[adapter.group].spec
             assert spec is not None
+            _heed(envelope)
             op = Op(envelope.op)
             work = work_of(op, check_body(op, envelope.body, spec, self.limits))
             event = RequestAccepted(msgspec.structs.replace(request, work=work) if work else request)
@@ -305,6 +308,8 @@ class Core:
             raise Busy(f"{self.fleet.queued} requests are queued", retry_after_ms=1000)
         if tenant is not None:
             self._check_share(request, tenant, share)
+        if adapter is not None and adapter.unordered:
+            return
         if adapter is not None and request.seq > adapter.next_seq + settings.tenant_queue:
             raise Busy(f"seq {request.seq} is too far ahead of {adapter.next_seq}", retry_after_ms=500)
         if adapter is not None and adapter.gap_since and request.seq != adapter.next_seq and len(adapter.queue) >= settings.held_requests:
@@ -334,6 +339,7 @@ class Core:
             raise AdapterExists(f"adapter {request.adapter!r} exists")
         if request.lane in self.fleet.tenants.get(request.tenant, Tenant()).ended:
             raise ResultExpired(f"lane {request.lane!r} ended with its adapter; a new one needs an instance of its own, as in 'name:2'")
+        _heed(envelope)
         group = self._home(envelope)
         spec = group.spec
         assert spec is not None
@@ -341,7 +347,7 @@ class Core:
         if len(group.adapters) >= spec.max_adapters:
             raise Busy(f"group {group.name!r} holds {len(group.adapters)} adapters", retry_after_ms=5000)
         signature = body.signature
-        return RequestAccepted(request, group.name, (signature.rank, signature.alpha, signature.targets, signature.seed))
+        return RequestAccepted(request, group.name, (signature.rank, signature.alpha, signature.targets, signature.seed), body.unordered)
 
     def _home(self, envelope: Envelope) -> Group:
         """The group named in the body, else the joined group with the fewest adapters."""
@@ -378,6 +384,9 @@ class Core:
         if envelope.op == Op.CANCEL:
             self._cancel(envelope)
             return
+        if envelope.op == Op.RECALL:
+            self._recall(envelope)
+            return
         adapter = self.fleet.adapters.get(self._adapter_key(envelope))
         if adapter is None:
             raise UnknownAdapter(f"adapter {envelope.adapter!r} does not exist")
@@ -391,7 +400,7 @@ class Core:
         except msgspec.DecodeError as error:
             raise MalformedRequest(f"body of cancel: {error}") from error
         target = body.request_id
-        if target.count("/") != 2 or not _is_seq(target.rpartition("/")[2]) or not target.startswith(f"{envelope.tenant}/"):
+        if not _is_request_of(envelope.tenant, target):
             raise NotCancellable(f"{target!r} is no request of this tenant")
         found = self.fleet.queued_request(target)
         outcome = self.fleet.outcome(target)
@@ -403,6 +412,24 @@ class Core:
         elif outcome is None or outcome.status != "cancelled":
             raise NotCancellable(f"{target!r} is {'running' if found else 'not queued'}")
         self._reply_control(envelope, Done(envelope.adapter, f"{target} is cancelled"))
+
+    def _recall(self, envelope: Envelope) -> None:
+        """Says how a request ended, after publishing its outcome once more under its own id."""
+        try:
+            target = decode_body(Op.RECALL, envelope.body).request_id
+        except msgspec.DecodeError as error:
+            raise MalformedRequest(f"body of recall: {error}") from error
+        if not _is_request_of(envelope.tenant, target):
+            raise MalformedRequest(f"{target!r} is no request of this tenant")
+        outcome = self.fleet.outcome(target)
+        if outcome is not None:
+            self._publish(envelope.tenant, self._next_id(), Reply(target, outcome.status, error=outcome.error), first_at=outcome.at)
+        found = self.fleet.queued_request(target)
+        if outcome is not None:
+            recalled = Recalled(target, outcome.status, outcome.op)
+        else:
+            recalled = Recalled(target, "queued", found[1].request.op) if found is not None else Recalled(target, "unknown")
+        self._reply_control(envelope, recalled)
 
     def _may_have_run(self, queued: Queued) -> bool:
         request = queued.request
@@ -482,7 +509,7 @@ class Core:
         if self.fleet.queued_request(step.request_id) is not None:
             return step.request_id
         adapter = self.fleet.adapters.get(step.adapter)
-        head = adapter.queue.get(adapter.next_seq) if adapter is not None else None
+        head = adapter.head if adapter is not None else None
         return head.request.request_id if head is not None else ""
 
     def _fail(self, request_id: str, error: ErrorInfo) -> None:
@@ -553,8 +580,15 @@ class Core:
         return plan_leave(self.fleet, group)
 
 
-def _is_seq(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 19
+def _is_request_of(tenant: str, text: str) -> bool:
+    owner, lane, seq = (*text.split("/"), "", "", "")[:3]
+    return text.count("/") == 2 and owner == tenant and is_lane(lane) and seq.isascii() and seq.isdigit() and len(seq) < 20
+
+
+def _heed(envelope: Envelope) -> None:
+    """A front end's own refusal. Raises `BadBody`."""
+    if envelope.refused:
+        raise BadBody(envelope.refused)
 
 
 def decide(fleet: Fleet, group: Group, policy: Policy | None = None) -> list[Step]:

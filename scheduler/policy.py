@@ -6,10 +6,11 @@ A policy reads the fleet's state and nothing else, so that a recorded log can be
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from typing import Protocol
 
 from state.events import Request
-from state.fleet import Adapter, Fleet, Group
+from state.fleet import Adapter, Fleet, Group, Queued
 from state.plan import Turn
 from state.requests import Op
 from state.residency import NEEDS, Residency
@@ -26,18 +27,24 @@ class Policy(Protocol):
 
 
 def ready(adapter: Adapter, limit: int) -> tuple[Request, ...]:
-    """The adapter's requests that may run back to back: consecutive seqs of one phase (sampling, or not), at most `limit`."""
+    """The adapter's requests that may run back to back: in order, of one phase (sampling, or not), at most `limit`."""
     requests: list[Request] = []
-    seq = adapter.next_seq
-    while len(requests) < limit and (queued := adapter.queue.get(seq)) is not None:
+    for queued in islice(adapter.queue.values() if adapter.unordered else _consecutive(adapter), limit):
         request = queued.request
         if requests and _sampling(request) != _sampling(requests[0]):
             break
         requests.append(request)
-        seq += 1
         if request.op == Op.UNLOAD:
             break
     return tuple(requests)
+
+
+def _consecutive(adapter: Adapter) -> Iterator[Queued]:
+    for seq in count(adapter.next_seq):
+        queued = adapter.queue.get(seq)
+        if queued is None:
+            return
+        yield queued
 
 
 def _sampling(request: Request) -> bool:
@@ -133,7 +140,8 @@ class Fair:
 
         def rank(key: str) -> tuple[bool, int, bool, str]:
             adapter = fleet.adapters[key]
-            other_phase = _sampling(adapter.queue[adapter.next_seq].request) != sampling
+            assert adapter.head is not None
+            other_phase = _sampling(adapter.head.request) != sampling
             return other_phase, adapter.last_turn, adapter.residency not in ON_DEVICE, key
 
         keys = [key for key in group.queue.waiting[tenant] if key != but]

@@ -27,7 +27,7 @@ import redis
 from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from state.errors import Busy, HotdeskError, error_from
+from state.errors import Busy, HotdeskError, ResultExpired, error_from
 from state.log import Store
 from state.redis_log import RedisLog, is_passing
 from state.requests import (
@@ -45,6 +45,8 @@ from state.requests import (
     Op,
     OptimStep,
     OptimStepResult,
+    Recall,
+    Recalled,
     Reply,
     Sample,
     SampleResult,
@@ -105,7 +107,13 @@ class Future(Generic[Result]):
         assert self._reply is not None
         if self._reply.error is not None:
             raise error_from(self._reply.error)
+        if not self._reply.result:
+            raise ResultExpired(f"the result of {self.request_id} is not kept any more")
         return cast(Result, msgspec.msgpack.decode(self._reply.result, type=RESULTS[self.op]))
+
+    @property
+    def result_bytes(self) -> int:
+        return len(self._reply.result) if self._reply is not None else 0
 
     def _settle(self, reply: Reply) -> None:
         self._reply = reply
@@ -178,9 +186,13 @@ class Producer:
 
     async def adapter(self, name: str) -> AdapterHandle:
         """A handle on an existing adapter, going on after the last request the daemon knows of."""
-        described: Future[Description] = await self._send_control(Op.DESCRIBE, name, Describe())
-        description = await described
+        description = await self.describe(name)
         return AdapterHandle(self, name, description.adapter, description.next_seq)
+
+    async def describe(self, name: str) -> Description:
+        """An adapter's standing. Raises `UnknownAdapter`."""
+        described: Future[Description] = await self._send_control(Op.DESCRIBE, name, Describe())
+        return await described
 
     async def cancel(self, request_id: str) -> Done:
         """Cancels a queued request. Raises `NotCancellable` for a running or ended one."""
@@ -188,16 +200,45 @@ class Producer:
         future: Future[Done] = await self._send_control(Op.CANCEL, adapter, Cancel(request_id))
         return await future
 
+    async def send(self, lane: str, seq: int, op: Op, body: msgspec.Struct | bytes, *, refused: str = "") -> Future[Any]:
+        """Any operation under an identity of the caller's choice; one that is on its way already is not sent again. `refused`: see
+        `state.requests.Envelope`."""
+        waiting = self._futures.get(f"{self.tenant}/{lane}/{seq}")
+        if waiting is None:
+            return await self._send(lane, seq, op, lane.partition(":")[0], body, refused)
+        await waiting._submitted.wait()
+        return waiting
+
+    async def recall(self, request_id: str) -> Future[Any] | None:
+        """The future of a request that another process sent. None where the log does not know it."""
+        if request_id in self._futures:
+            return self._futures[request_id]
+        future: Future[Any] = Future(request_id, Op.RECALL, b"", b"")
+        future._submitted.set()
+        self._futures[request_id] = future
+        recalled = await self._ask_again(request_id)
+        if recalled.status == "unknown":
+            self._futures.pop(request_id, None)
+            return None
+        future.op = Op(recalled.op)
+        return future
+
+    async def _ask_again(self, request_id: str) -> Recalled:
+        lane = request_id.split("/")[1]
+        asked: Future[Recalled] = await self._send_control(Op.RECALL, lane.partition(":")[0], Recall(request_id))
+        return await asked
+
     # --- sending and receiving --------------------------------------------------------------------------------------
 
     async def _send_control(self, op: Op, adapter: str, body: msgspec.Struct) -> Future[Any]:
         self._session_seq += 1
         return await self._send(self._session, self._session_seq, op, adapter, body)
 
-    async def _send(self, lane: str, seq: int, op: Op, adapter: str, body: msgspec.Struct) -> Future[Any]:
+    async def _send(self, lane: str, seq: int, op: Op, adapter: str, body: msgspec.Struct | bytes, refused: str = "") -> Future[Any]:
         """Returns once the request is durable in the intake. A lost answer from the server is met by sending it again."""
-        envelope = Envelope(self.tenant, lane, seq, op, adapter)
-        future: Future[Any] = Future(envelope.request_id, op, msgspec.msgpack.encode(envelope), encode_body(body))
+        envelope = Envelope(self.tenant, lane, seq, op, adapter, refused=refused)
+        content = body if isinstance(body, bytes) else encode_body(body)
+        future: Future[Any] = Future(envelope.request_id, op, msgspec.msgpack.encode(envelope), content)
         self._futures[future.request_id] = future
         # In a task of its own: a caller that is cancelled leaves no hole in its lane.
         self._tasks.start_soon(self._submit, future, 0)
@@ -217,7 +258,11 @@ class Producer:
             await anyio.sleep(REMIND_AFTER_S / 4)
             for future in list(self._futures.values()):
                 if anyio.current_time() - future._sent_at > REMIND_AFTER_S:
-                    await self._submit(future, 0)
+                    if future._header:
+                        await self._submit(future, 0)
+                    else:  # another process sent it
+                        future._sent_at = anyio.current_time()
+                        self._tasks.start_soon(self._ask_again, future.request_id)
 
     async def _read_results(self, after: int) -> None:
         while True:
@@ -226,7 +271,7 @@ class Producer:
                 after = log_id
                 reply = msgspec.msgpack.decode(payload, type=Reply)
                 future = self._futures.get(reply.request_id)
-                if future is None or (reply.digest and reply.digest != digest_of(future._body)):
+                if future is None or (reply.digest and future._header and reply.digest != digest_of(future._body)):
                     continue  # another program of this tenant waits for it
                 if reply.status == "busy" and reply.error is not None:
                     self._tasks.start_soon(self._submit, future, reply.error.retry_after_ms)

@@ -44,6 +44,7 @@ LOSS_INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ppo": (("logprobs", "advantages"), ("weights",)),
     "cispo": (("logprobs", "advantages"), ("weights",)),
 }
+MOST_TOP = 64  # tokens whose logprobs are told at each position
 SMALLEST_EPS = 1e-37  # fp32 holds it; below, an element without gradient would become 0/0
 LOSS_CONFIG = {"clip_low_threshold", "clip_high_threshold"}
 _NUMPY = {"float32": "<f4", "int32": "<i4", "int64": "<i8"}
@@ -157,6 +158,9 @@ def _sample(body: Sample, spec: GroupSpec, limits: Limits) -> None:
         raise BadBody(f"top_p {body.top_p} is outside (0, 1]")
     if not 0 <= body.seed < 2**63:
         raise BadBody(f"seed {body.seed} is outside 0..2^63-1")
+    for name, k in (("topk_prompt_logprobs", body.topk_prompt_logprobs), ("topk_sample_logprobs", body.topk_sample_logprobs)):
+        if not 0 <= k <= min(MOST_TOP, spec.vocab_size):
+            raise BadBody(f"{name} {k} is outside 0..{min(MOST_TOP, spec.vocab_size)}")
     if any(not stop for stop in body.stop):
         raise BadBody("an empty stop sequence")
 

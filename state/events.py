@@ -169,6 +169,7 @@ class RequestAccepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="requ
     request: Request
     group: str = ""  # create_adapter: the adapter's home
     signature: tuple[int, float, tuple[str, ...], int] | None = None  # create_adapter: rank, alpha, targets, seed
+    unordered: bool = False  # create_adapter: seqs are identities, not an order
 
 
 class RequestRefused(msgspec.Struct, frozen=True, omit_defaults=True, tag="request_refused/1"):

@@ -125,6 +125,12 @@ class Adapter(msgspec.Struct, array_like=True):
     writing_us: int = 0
     writing_bytes: int = 0
     writing_voided: bool = False
+    unordered: bool = False  # its requests run as they come; `next_seq` and `settled` mean nothing
+
+    @property
+    def head(self) -> Queued | None:
+        """The request that is next."""
+        return next(iter(self.queue.values()), None) if self.unordered else self.queue.get(self.next_seq)
 
     @property
     def falls_back(self) -> bool:
@@ -305,6 +311,7 @@ def _request_accepted(fleet: Fleet, log_id: int, event: RequestAccepted) -> None
     fleet.queued += 1
     if event.signature is not None:
         adapter = Adapter(request.adapter, request.tenant, request.lane, event.group, Signature(*event.signature))
+        adapter.unordered = event.unordered
         fleet.adapters[request.adapter] = adapter
         fleet.groups[event.group].adapters[request.adapter] = None
         tenant.adapters += 1
@@ -322,7 +329,7 @@ def _request_refused(fleet: Fleet, log_id: int, event: RequestRefused) -> None:
         return
     _remember(fleet, request.request_id, Outcome("refused", request.op, request.adapter, request.digest, log_id, event.error))
     adapter = fleet.adapters.get(request.adapter)
-    if adapter is not None and request.lane == adapter.lane and request.seq >= adapter.next_seq:
+    if adapter is not None and request.lane == adapter.lane and request.seq >= adapter.next_seq and not adapter.unordered:
         adapter.settled[request.seq] = request.op == Op.FORWARD_BACKWARD
         _reindex(fleet, adapter, log_id)
 
@@ -356,7 +363,8 @@ def _terminal(fleet: Fleet, log_id: int, request_id: str, status: str, error: Er
     void = status == "failed" and request.op == Op.FORWARD_BACKWARD
     if error is not None and error.code == WindowVoided.__name__:
         adapter.voided = False
-    adapter.settled[seq] = void
+    if not adapter.unordered:
+        adapter.settled[seq] = void
     gone = adapter.residency is Residency.GONE or (request.op == Op.CREATE_ADAPTER and status != "completed")
     if gone and not adapter.queue:
         group = fleet.groups[adapter.group]
@@ -664,7 +672,7 @@ def _reindex(fleet: Fleet, adapter: Adapter, log_id: int) -> None:
         adapter.voided = adapter.settled.pop(adapter.next_seq) or adapter.voided
         adapter.next_seq += 1
     group = fleet.groups[adapter.group]
-    head = adapter.queue.get(adapter.next_seq)
+    head = adapter.head
     if head is not None and group.incarnation:
         group.queue.wait(adapter.tenant, adapter.key, head.at, fleet.settings.share(adapter.tenant))
     else:

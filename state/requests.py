@@ -36,9 +36,10 @@ class Op(enum.StrEnum):
     # Answered by the daemon itself, in a session lane; no worker sees them.
     CANCEL = "cancel"
     DESCRIBE = "describe"
+    RECALL = "recall"
 
 
-CONTROL_OPS = frozenset({Op.CANCEL, Op.DESCRIBE})
+CONTROL_OPS = frozenset({Op.CANCEL, Op.DESCRIBE, Op.RECALL})
 #: What changes an adapter's training state, hence what recovery re-executes after the last snapshot.
 MUTATING_OPS = frozenset({Op.CREATE_ADAPTER, Op.FORWARD_BACKWARD, Op.OPTIM_STEP, Op.LOAD_STATE})
 #: What leaves something behind that outlives the workers.
@@ -75,8 +76,12 @@ class Signature(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CreateAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`unordered`: its requests do not depend on each other. They run as they come, and their seqs are identities and nothing else: what a
+    sampler of one fixed version needs, whose clients do not know of each other."""
+
     signature: Signature
     group: str = ""  # a wish; empty lets the daemon choose
+    unordered: bool = False
 
 
 class Forward(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -111,6 +116,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int = 0
     stop: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0  # so many most likely tokens at each position of the prompt, with their logprobs
+    topk_sample_logprobs: int = 0  # and of each sampled token
 
 
 class SaveState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,11 +130,13 @@ class SaveWeightsForSampler(msgspec.Struct, frozen=True):
 
 
 class LoadState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`adapter` may name another adapter of the same tenant; empty means the adapter's own checkpoint."""
+    """`adapter` may name another adapter of the same tenant; empty means the adapter's own checkpoint. `sampler_weights`: what
+    `save_weights_for_sampler` wrote, which has no optimizer."""
 
     name: str
     adapter: str = ""
     optimizer: bool = True
+    sampler_weights: bool = False
 
 
 class Unload(msgspec.Struct, frozen=True):
@@ -142,6 +151,12 @@ class Describe(msgspec.Struct, frozen=True):
     """Asks for an adapter's next `seq` and standing, so that a restarted program can go on."""
 
 
+class Recall(msgspec.Struct, frozen=True):
+    """Asks for a request's outcome, by whoever has lost it: if it ended, it is published again."""
+
+    request_id: str
+
+
 BODIES: dict[Op, type[msgspec.Struct]] = {
     Op.CREATE_ADAPTER: CreateAdapter,
     Op.FORWARD: Forward,
@@ -154,6 +169,7 @@ BODIES: dict[Op, type[msgspec.Struct]] = {
     Op.UNLOAD: Unload,
     Op.CANCEL: Cancel,
     Op.DESCRIBE: Describe,
+    Op.RECALL: Recall,
 }
 _DECODERS = {op: msgspec.msgpack.Decoder(body) for op, body in BODIES.items()}
 _JSON_DECODERS = {op: msgspec.json.Decoder(body) for op, body in BODIES.items()}
@@ -175,6 +191,7 @@ class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: str = ""
     body: bytes = b""
     v: int = 1
+    refused: str = ""  # why a front end found that this cannot be done: the request is refused with these words, and its seq is spent
 
     @property
     def request_id(self) -> str:
@@ -233,19 +250,28 @@ class OptimStepResult(msgspec.Struct, frozen=True):
     digest: str  # of the adapter's masters, moments and step after the update
 
 
-class Sequence(msgspec.Struct, frozen=True):
+class TopK(msgspec.Struct, frozen=True):
+    """The `k` most likely tokens at each of T positions, best first: `tokens` int32 and `logprobs` float32, both [T, k]."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
     """`tokens` int32 [n], `logprobs` float32 [n]; `stop_reason` is `stop` or `length`."""
 
     tokens: Tensor
     logprobs: Tensor
     stop_reason: str
+    topk: TopK | None = None
 
 
 class SampleResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`prompt_logprobs` float32 [T], NaN at position 0."""
+    """`prompt_logprobs` float32 [T], NaN at position 0; `topk_prompt_logprobs` of the positions from 1 on."""
 
     sequences: tuple[Sequence, ...]
     prompt_logprobs: Tensor | None = None
+    topk_prompt_logprobs: TopK | None = None
 
 
 class SaveResult(msgspec.Struct, frozen=True):
@@ -268,6 +294,14 @@ class Description(msgspec.Struct, frozen=True, omit_defaults=True):
     queued: int
 
 
+class Recalled(msgspec.Struct, frozen=True):
+    """`status`: how the request ended, or `queued`, or `unknown` where it never came or its result was given up."""
+
+    request_id: str
+    status: str
+    op: str = ""
+
+
 RESULTS: dict[Op, type[msgspec.Struct]] = {
     Op.CREATE_ADAPTER: Done,
     Op.FORWARD: ForwardResult,
@@ -280,6 +314,7 @@ RESULTS: dict[Op, type[msgspec.Struct]] = {
     Op.UNLOAD: Done,
     Op.CANCEL: Done,
     Op.DESCRIBE: Description,
+    Op.RECALL: Recalled,
 }
 
 

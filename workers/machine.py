@@ -102,8 +102,8 @@ class Engine(Protocol):
         """Slot to a checkpoint. Done once for a `request_id`: a second call finds the first one's and says the same."""
         ...
 
-    def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
-        """Checkpoint to slot; the facts give optimizer_step, pending and digest."""
+    def load(self, adapter: str, source: str, kind: str, name: str, optimizer: bool) -> AdapterFacts:
+        """Checkpoint to slot; the facts give optimizer_step, pending and digest. Of the kind `sampler_weights` it has no optimizer."""
 
     def snapshot(self, adapter: str, version: int, kept: Kept, facts: AdapterFacts, beside: bool) -> None:
         """Slot to the durable snapshot `version`; of the earlier ones those in `kept` stay.
@@ -490,7 +490,8 @@ class Machine:
         residency = self.held[step.adapter].residency
         if residency is Residency.LIVE and set(self.engine.resident_parts()) != set(ALL_PARTS):
             raise NotResident("load_state: the live adapter's storages are off the device")
-        seen = self.engine.load(step.adapter, source, request.name, request.optimizer)
+        kind = "sampler_weights" if request.sampler_weights else "weights"
+        seen = self.engine.load(step.adapter, source, kind, request.name, request.optimizer and not request.sampler_weights)
         self._take(step.adapter, seen)
         if residency is Residency.LIVE:
             self.engine.bind(step.adapter)

@@ -29,6 +29,7 @@ from state.requests import (
     Sequence,
     Signature,
     Tensor,
+    TopK,
     encode_body,
 )
 from state.residency import ALL_PARTS
@@ -190,8 +191,20 @@ class SimulatedEngine:
         for index in range(body.num_samples):
             seed = int(_hash(self.sampler.weights, encode_body(body), index)[:8], 16)
             tokens = np.random.default_rng(seed).integers(0, self.spec.vocab_size, body.max_tokens, dtype=np.int32)
-            sequences.append(Sequence(Tensor("int32", (body.max_tokens,), tokens.tobytes()), _noise(str(seed), body.max_tokens), "length"))
-        return SampleResult(tuple(sequences), _noise("prompt", body.prompt.shape[0]) if body.prompt_logprobs else None)
+            topk = self._top(body.max_tokens, body.topk_sample_logprobs)
+            tokens32 = Tensor("int32", (body.max_tokens,), tokens.tobytes())
+            sequences.append(Sequence(tokens32, _noise(str(seed), body.max_tokens), "length", topk))
+        length = body.prompt.shape[0]
+        prompt = np.frombuffer(_noise("prompt", length).data, "<f4").copy()
+        prompt[0] = np.nan
+        logprobs = Tensor("float32", (length,), prompt.tobytes()) if body.prompt_logprobs else None
+        return SampleResult(tuple(sequences), logprobs, self._top(length - 1, body.topk_prompt_logprobs))
+
+    def _top(self, length: int, k: int) -> TopK | None:
+        """The same tokens everywhere."""
+        tokens = np.tile(np.arange(k, dtype=np.int32), (length, 1))
+        logprobs = (-1.0 - tokens).astype(np.float32)
+        return TopK(Tensor("int32", (length, k), tokens.tobytes()), Tensor("float32", (length, k), logprobs.tobytes())) if k else None
 
     def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts, request_id: str) -> SaveResult:
         path = f"hotdesk://{adapter}/{kind}/{name}"
@@ -207,8 +220,8 @@ class SimulatedEngine:
             path, before or self._write(checkpoints.begin(final, overwrite), final, adapter, kind, self.slots[adapter], request_id)
         )
 
-    def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
-        copy = self._read_checkpoint(source, name)
+    def load(self, adapter: str, source: str, kind: str, name: str, optimizer: bool) -> AdapterFacts:
+        copy = self._read_checkpoint(source, kind, name)
         if copy.signature.rank != self.slots[adapter].signature.rank:
             raise BadCheckpoint(f"checkpoint {name!r} has rank {copy.signature.rank}")
         copy = msgspec.structs.replace(copy, signature=self.slots[adapter].signature, grads="", pending=0)
@@ -293,10 +306,10 @@ class SimulatedEngine:
         assert self.root is not None
         return self.root / adapter / kind / name
 
-    def _read_checkpoint(self, adapter: str, name: str) -> Copy:
+    def _read_checkpoint(self, adapter: str, kind: str, name: str) -> Copy:
         if self.root is not None:
-            return self._read(self._path(adapter, "weights", name))
-        _, copy = self.disk.checkpoints.get((adapter, "weights", name), ("", None))
+            return self._read(self._path(adapter, kind, name))
+        _, copy = self.disk.checkpoints.get((adapter, kind, name), ("", None))
         if copy is None:
             raise UnknownCheckpoint(f"checkpoint {name!r} does not exist")
         return copy

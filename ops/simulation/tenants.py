@@ -154,7 +154,7 @@ class _Alone:
         return self.engine.save(self.adapter, body.name, "weights", body.overwrite, facts, "")
 
     def load_state(self, body: LoadState) -> msgspec.Struct:
-        seen = self.engine.load(self.adapter, self.adapter, body.name, body.optimizer)
+        seen = self.engine.load(self.adapter, self.adapter, "weights", body.name, body.optimizer)
         self.engine.bind(self.adapter)
         self.voided = False
         return Done(self.adapter, f"optimizer step {seen.optimizer_step}")

@@ -10,7 +10,7 @@ from state import log_id as ids
 from state.errors import LogVersion
 from state.events import ALL_KINDS, AdapterFacts, Facts, LeaderElected, Part, Settings, StepFinished, StepKind, StepStarted
 from state.fleet import Fleet, apply, decode, encode
-from state.requests import Op, SaveState, Unload
+from state.requests import CONTROL_OPS, Op, SaveState, Unload
 from state.residency import EDGES, NEEDS, ForbiddenMove, Move, Residency, moved
 from tests.harness import FAILING, Synchronous, digests
 from workers.simulated import SIMULATED_SPEC
@@ -46,7 +46,7 @@ def test_the_docstring_of_the_machine_is_the_table():
 
 
 def test_every_worker_operation_has_needs():
-    assert set(NEEDS) == set(Op) - {Op.CANCEL, Op.DESCRIBE}
+    assert set(NEEDS) == set(Op) - CONTROL_OPS
 
 
 # --- plans --------------------------------------------------------------------------------------------------------

@@ -398,6 +398,40 @@ class Conformance:
         assert code(device.do(StepKind.EXECUTE, self.name(device, "a"), op=Op.FORWARD, body=batch(1))) == "NotResident"
         device.take_back(a)
 
+    def test_sampler_weights_can_be_sampled_as_another_adapter(self, device):
+        """A sampler of a fixed version: the weights that were saved for it, loaded into an adapter of its own."""
+        a, frozen = self.name(device, "a"), self.name(device, "frozen")
+        device.create(a, 1)
+        device.create(frozen, 7)
+        device.swap(a)
+        device.train(a, 1, learning_rate=0.1)
+        device.ok(StepKind.FLUSH, a)
+        device.run(a, Op.SAVE_WEIGHTS_FOR_SAMPLER, SaveWeightsForSampler("v1"))
+        device.run(frozen, Op.LOAD_STATE, LoadState("v1", a.partition("/")[2], sampler_weights=True))
+        device.give_away()
+        first = device.sample(a)
+        assert device.sample(frozen) == first
+        device.take_back(a)
+        device.train(a, 2, learning_rate=0.1)
+        device.give_away()
+        assert device.sample(a, 2) != first
+        assert device.sample(frozen) == first
+        device.take_back(a)
+
+    def test_the_most_likely_tokens_are_told_where_they_are_asked_for(self, device):
+        a = self.name(device, "a")
+        device.create(a, 1)
+        device.swap(a)
+        device.give_away()
+        device.ok(StepKind.PUBLISH, a, version=1)
+        body = Sample(int32([1, 2, 3]), num_samples=2, max_tokens=4, prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2)
+        result = device.run(a, Op.SAMPLE, body)
+        assert result.topk_prompt_logprobs.tokens.shape == result.topk_prompt_logprobs.logprobs.shape == (2, 3)
+        assert [sequence.topk.tokens.shape for sequence in result.sequences] == [(4, 2)] * 2
+        best = np.frombuffer(result.topk_prompt_logprobs.logprobs.data, "<f4").reshape(2, 3)
+        assert (np.diff(best) <= 0).all()
+        device.take_back(a)
+
     @pytest.mark.parametrize("seed", range(3))
     def test_random_schedules_leave_each_adapter_as_if_alone(self, device, seed):
         """Programs of forward_backwards and optim_steps of three adapters, cut anywhere by swaps, parks, flushes, spills, device slots and

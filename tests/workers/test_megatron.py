@@ -394,7 +394,12 @@ def test_the_export_is_what_peft_expects(hosted, device, tmp_path):
         a = engine.parameters["decoder.layers.0.self_attention.linear_qkv.lora_a.weight"].detach()[:3].cpu()
         assert torch.equal(tensors[f"{layer}.{name}.lora_A.weight"], a)
     assert tensors["base_model.model.lm_head.lora_B.weight"].shape == (64, 3)
-    assert sorted(p.name for p in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors", "manifest.json"]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+        "shard-0.safetensors",
+    ]
 
 
 def test_a_byte_budget_decides_how_many_adapters_stay(hosted):

@@ -46,6 +46,8 @@ from workers.snapshot_writer import SnapshotWriter
 
 MICROBATCH_TOKENS = 8192  # padded tokens of one forward; a request of more is cut into microbatches, in order
 
+WEIGHTS = ("weights", "master")  # what a piece of a slot is called that decides the weights; the rest is the optimizer's
+
 
 class Slot:
     """One adapter's host copy. `grads` is None while nothing is pending."""
@@ -571,18 +573,20 @@ class MegatronEngine:
         return SaveResult(f"hotdesk://{adapter}/{kind}/{name}", self._together(write))
 
     def _export(self, adapter: str, path: Path, facts: AdapterFacts, request_id: str) -> str:
-        """The sampler's copy: what HF PEFT and the engines that follow it load. Tensor-parallel shards are gathered to rank 0."""
+        """The sampler's copy: what HF PEFT and the engines that follow it load, gathered to rank 0, and the weights as this group keeps
+        them, each rank's shard of its own."""
         named = self._named(adapter)  # on every rank: sharded masters are gathered for it
         everyone = [one for one in self._gather_world(named if self.dp_rank == 0 else {}) if one]
         files = peft.files(everyone, self.config, self.slots[adapter].signature, self.rows()) if dist.get_rank() == 0 else {}
-        return shards.export(self, facts, path, files, request_id)
+        weights = {name: tensor for name, tensor in self._whole(self.slots[adapter]).items() if name.startswith(WEIGHTS)}
+        return shards.save(self, facts, path, "sampler_weights", weights, False, request_id, files)
 
     def rows(self) -> set[str]:
         """Modules around a row-parallel base: their A is sharded by its input."""
         return {name for name, module in self.loras.items() if module.row}
 
-    def load(self, adapter: str, source: str, name: str, optimizer: bool) -> AdapterFacts:
-        return self._fill(adapter, self.root / source / "weights" / name, optimizer=optimizer, pending=False)
+    def load(self, adapter: str, source: str, kind: str, name: str, optimizer: bool) -> AdapterFacts:
+        return self._fill(adapter, self.root / source / kind / name, optimizer=optimizer, pending=False)
 
     def snapshot(self, adapter: str, version: int, kept: checkpoints.Kept, facts: AdapterFacts, beside: bool) -> None:
         path = self.root / adapter / "snapshot" / str(version)
@@ -640,7 +644,7 @@ class MegatronEngine:
         names = self._names()
         pieces = dict(zip(names, self._pieces(slot.state, self.kept), strict=True))
         for piece_name, piece in pieces.items():
-            if optimizer or piece_name.startswith(("weights", "master")):
+            if optimizer or piece_name.startswith(WEIGHTS):
                 piece.copy_(tensors[piece_name])
             else:
                 piece.fill_(1 if piece_name.startswith("scale_") else 0)

@@ -13,7 +13,9 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import nn
 
-from state.requests import Sample, SampleResult, Sequence, Tensor
+from state.requests import Sample, SampleResult, Sequence, Tensor, TopK
+
+Top = tuple[torch.Tensor, torch.Tensor]  # (values, indices) of `torch.topk`
 
 
 class Sampler:
@@ -37,6 +39,7 @@ class Sampler:
         context = StaticInferenceContext(max_batch_size=count, max_sequence_length=len(prompt) + request.max_tokens)
         tokens: list[list[int]] = [[] for _ in range(count)]
         logprobs: list[list[float]] = [[] for _ in range(count)]
+        likely: list[list[Top]] = [[] for _ in range(count)]
         reasons = ["length"] * count
         running = set(range(count))
         current = prompt.unsqueeze(0).expand(count, -1).contiguous()
@@ -51,6 +54,8 @@ class Sampler:
                 chosen[index] = token
                 tokens[index].append(token)
                 logprobs[index].append(float(logp[index, token]))
+                if request.topk_sample_logprobs:
+                    likely[index].append(logp[index].topk(min(request.topk_sample_logprobs, logp.shape[1])))
                 if _stops(tokens[index], request.stop):
                     reasons[index] = "stop"
                     running.discard(index)
@@ -58,9 +63,12 @@ class Sampler:
                 break
             current = chosen.unsqueeze(1)
         sequences = tuple(
-            Sequence(_int32(tokens[index]), _float32(torch.tensor(logprobs[index])), reasons[index]) for index in range(count)
+            Sequence(_int32(torch.tensor(own)), _float32(torch.tensor(their)), reason, _stacked(top))
+            for own, their, reason, top in zip(tokens, logprobs, reasons, likely)
         )
-        return SampleResult(sequences, self._prompt_logprobs(prompt) if request.prompt_logprobs else None)
+        if not request.prompt_logprobs and not request.topk_prompt_logprobs:
+            return SampleResult(sequences)
+        return self._of_prompt(prompt, request, sequences)
 
     def _logits(self, tokens: torch.Tensor, context: StaticInferenceContext) -> torch.Tensor:
         """[batch, 1, vocab] of the last position; advances the KV cache."""
@@ -72,13 +80,15 @@ class Sampler:
         context.sequence_len_offset += length
         return logits
 
-    def _prompt_logprobs(self, prompt: torch.Tensor) -> Tensor:
-        """float32 [T] of the prompt's own tokens, NaN at position 0."""
+    def _of_prompt(self, prompt: torch.Tensor, request: Sample, sequences: tuple[Sequence, ...]) -> SampleResult:
+        """With the logprobs of the prompt's own tokens, NaN at position 0, and of the most likely ones in their places."""
         tokens = prompt.unsqueeze(0).to(self.device)
         positions = torch.arange(len(prompt), device=self.device).unsqueeze(0)
         logits = self.model(tokens, positions, causal_mask(len(prompt), self.device), runtime_gather_output=True)[0].float().cpu()
-        logp = torch.log_softmax(logits[:-1], -1).gather(1, prompt[1:, None])[:, 0]
-        return _float32(torch.cat([torch.tensor([float("nan")]), logp]))
+        logp = torch.log_softmax(logits[:-1], -1)
+        own = torch.cat([torch.tensor([float("nan")]), logp.gather(1, prompt[1:, None])[:, 0]])
+        k = min(request.topk_prompt_logprobs, logp.shape[1])
+        return SampleResult(sequences, _float32(own) if request.prompt_logprobs else None, _stacked([logp.topk(k)]) if k else None)
 
 
 def causal_mask(length: int, device: torch.device) -> torch.Tensor:
@@ -116,8 +126,17 @@ def _tokens(of: Tensor) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(of.data, dtype="<i4" if of.dtype == "int32" else "<i8").astype(np.int64))
 
 
-def _int32(tokens: list[int]) -> Tensor:
-    return Tensor("int32", (len(tokens),), torch.tensor(tokens, dtype=torch.int32).numpy().tobytes())
+def _stacked(rows: list[Top]) -> TopK | None:
+    """Of single positions, or of many in one."""
+    if not rows:
+        return None
+    k = rows[0][0].shape[-1]
+    logprobs = torch.cat([values.reshape(-1, k) for values, _ in rows])
+    return TopK(_int32(torch.cat([indices.reshape(-1, k) for _, indices in rows])), _float32(logprobs))
+
+
+def _int32(tokens: torch.Tensor) -> Tensor:
+    return Tensor("int32", tuple(tokens.shape), tokens.to(torch.int32).contiguous().numpy().tobytes())
 
 
 def _float32(values: Any) -> Tensor:

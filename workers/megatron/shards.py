@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -57,12 +58,14 @@ def save(
     tensors: dict[str, torch.Tensor],
     overwrite: bool,
     request_id: str = "",
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> str:
-    """Every rank writes its shard aside; rank 0 writes the manifest over all of them and makes it visible. Returns its digest."""
+    """Every rank writes its shard aside; rank 0 adds `files` and a manifest over all, and makes it visible. Returns its digest."""
     aside = Path(_on_rank_0(lambda: checkpoints.begin(final, overwrite)))
     name = _shard(dist.get_rank())
     written = engine._gather_world((name, checkpoints.write_shard(aside, name, _bytes(tensors))))
-    manifest = msgspec.structs.replace(_manifest(engine, facts, kind, request_id), shards=dict(written))
+    others = {file: checkpoints.write_shard(aside, file, data) for file, data in files.items()}
+    manifest = msgspec.structs.replace(_manifest(engine, facts, kind, request_id), shards=dict(written) | others)
     digest = _on_rank_0(lambda: checkpoints.commit(aside, final, manifest))
     return str(digest)
 
@@ -98,21 +101,6 @@ def _manifest(engine: MegatronEngine, facts: AdapterFacts, kind: str, request_id
     known: dict[str, Any] = {"optimizer_step": facts.optimizer_step, "pending": facts.pending, "digest": facts.digest}
     known["group_steps"] = slot.group_steps
     return checkpoints.Manifest(facts.adapter, kind, msgspec.to_builtins(slot.signature), _layout(engine), known, {}, request_id=request_id)
-
-
-def export(engine: MegatronEngine, facts: AdapterFacts, final: Path, files: dict[str, bytes], request_id: str) -> str:
-    """Rank 0's `files`, with a manifest; immutable once visible."""
-
-    def write() -> str:
-        aside = checkpoints.begin(final)
-        written = {name: checkpoints.write_shard(aside, name, data) for name, data in files.items()}
-        signature = msgspec.to_builtins(engine.slots[facts.adapter].signature)
-        known = {"optimizer_step": facts.optimizer_step}
-        layout = _layout(engine)
-        manifest = checkpoints.Manifest(facts.adapter, "sampler_weights", signature, layout, known, written, request_id=request_id)
-        return checkpoints.commit(aside, final, manifest)
-
-    return str(_on_rank_0(write))
 
 
 def load(engine: MegatronEngine, path: Path) -> tuple[checkpoints.Manifest, dict[str, torch.Tensor]]:
