@@ -2,20 +2,22 @@
 other processes; the workers cost nothing.
 
 Each tenant is a closed loop: a `forward_backward` (4 sequences of 128 tokens) and an `optim_step` are sent together, both are awaited.
-Beside it, in the same run, the floor: the same bodies appended to the same server by a closed loop that does nothing else.
+Beside it, in the same run, the floor: the same bodies appended to the same server by a closed loop that does nothing else. Where cores
+are few, the processor time that a request takes in the daemon, the server and the producers says more than requests a second do.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,9 +63,10 @@ async def _tenant(url: str, name: str, until: list[float], latencies_ms: list[fl
 
 
 def _producers(url: str, names: list[str], seconds: float, ready: Any, go: Any, answers: Any) -> None:
-    """One process with the loops of many tenants."""
+    """One process with the loops of many tenants. Answers its latencies, and the processor time it took."""
     latencies_ms: list[float] = []
     until: list[float] = []
+    cpu_s: list[float] = []
 
     async def begin() -> None:
         async with anyio.create_task_group() as tasks:
@@ -72,13 +75,22 @@ def _producers(url: str, names: list[str], seconds: float, ready: Any, go: Any, 
             await anyio.sleep(0.5 + 0.02 * len(names))  # all adapters are there
             ready.release()
             await anyio.to_thread.run_sync(go.wait)
+            cpu_s.append(time.process_time())
             until.append(time.perf_counter() + seconds)
+        cpu_s.append(time.process_time())
 
     anyio.run(begin)
-    answers.put(latencies_ms)
+    answers.put((latencies_ms, cpu_s[1] - cpu_s[0]))
 
 
-def measure(url: str, tenants: int, seconds: float) -> dict[str, float]:
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process, to a hundredth of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(url: str, pids: Mapping[str, int], tenants: int, seconds: float) -> dict[str, float]:
+    """`pids`: processes beside the producers whose processor time counts, by the name it is told under."""
     context = multiprocessing.get_context("spawn")
     ready, go, answers = context.Semaphore(0), context.Event(), context.Queue()
     names = [f"t{tenants}n{number}" for number in range(tenants)]
@@ -88,8 +100,11 @@ def measure(url: str, tenants: int, seconds: float) -> dict[str, float]:
         process.start()
     for _ in processes:
         ready.acquire()
+    before_s = {name: _cpu_s(pid) for name, pid in pids.items()}
     go.set()
-    latencies_ms = [latency for _ in processes for latency in answers.get()]
+    told = [answers.get() for _ in processes]
+    cpu_s = {name: _cpu_s(pid) - before_s[name] for name, pid in pids.items()} | {"producers": sum(spent_s for _, spent_s in told)}
+    latencies_ms = [latency for latencies, _ in told for latency in latencies]
     for process in processes:
         process.join()
     ordered = sorted(latencies_ms)
@@ -98,6 +113,7 @@ def measure(url: str, tenants: int, seconds: float) -> dict[str, float]:
         "requests_per_s": round(len(ordered) / seconds, 1),
         "p50_ms": round(statistics.median(ordered), 2),
         "p99_ms": round(ordered[int(0.99 * (len(ordered) - 1))], 2),
+        **{f"{name}_cpu_ms": round(1000 * spent_s / len(ordered), 3) for name, spent_s in cpu_s.items()},
     }
 
 
@@ -115,7 +131,8 @@ def floor(server: EmbeddedServer, seconds: float) -> dict[str, float]:
 
 
 @contextmanager
-def fleet(directory: Path, profile: str = "") -> Iterator[EmbeddedServer]:
+def fleet(directory: Path, profile: str = "") -> Iterator[tuple[EmbeddedServer, dict[str, int]]]:
+    """The server, and the process ids of daemon and server."""
     (directory / "throughput.toml").write_text(CONFIG)
     server = EmbeddedServer(directory)
     server.start()
@@ -125,7 +142,8 @@ def fleet(directory: Path, profile: str = "") -> Iterator[EmbeddedServer]:
     try:
         while not (directory / "endpoint").exists():
             time.sleep(0.05)
-        yield server
+        assert server.process is not None
+        yield server, {"daemon": daemon.pid, "server": server.process.pid}
     finally:
         daemon.send_signal(signal.SIGTERM)
         daemon.wait(60)
@@ -138,9 +156,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement (default %(default)s)")
     parser.add_argument("--profile", default="", metavar="FILE", help="write the daemon's profile")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, fleet(Path(name), args.profile) as server:
+    with tempfile.TemporaryDirectory() as name, fleet(Path(name), args.profile) as (server, pids):
         lowest = floor(server, 2.0)
-        rows = [measure(server.url, tenants, args.seconds) for tenants in args.tenants]
+        rows = [measure(server.url, pids, tenants, args.seconds) for tenants in args.tenants]
     for row in rows:
         row["p50_of_floor"] = round(row["p50_ms"] / lowest["p50_ms"], 1)
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
