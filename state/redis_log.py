@@ -12,6 +12,7 @@ Positions are our own (log ids, intake ids); no consumer groups.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Iterator
 from typing import Any, NoReturn, cast
 
@@ -23,6 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     ClusterDownError,
     MasterDownError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -35,6 +37,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from state import log_id as ids
 from state.errors import Busy, Fenced, LogDiverged, LogTruncated
 from state.log import Commit, Entry
+from state.wire import ANSWER_WITHIN_S, Command, Wire
 
 # ARGV: epoch, after, retention floor id, retention ms, then five counted lists: events (id, data), taken (intake id),
 # forget (digest), blobs (digest, intake id), results (tenant, id, payload, first id). One script, so that a crash of anybody cannot split
@@ -134,8 +137,8 @@ def is_passing(error: Exception) -> bool:
 class _Append:
     """One entry on its way to the intake."""
 
-    def __init__(self, fields: dict[Any, Any]) -> None:
-        self.fields = fields
+    def __init__(self, command: Command) -> None:
+        self.command = command
         self.sent: anyio.Event | None = None  # set once the round trip that it goes with is over
         self.answer: bytes | Exception = RedisConnectionError("the round trip did not end")  # a lost one is sent again by the caller
 
@@ -152,11 +155,13 @@ class RedisLog:
         self.requests, self.log, self.epoch_key, self.lease = f"{tag}:requests", f"{tag}:log", f"{tag}:epoch", f"{tag}:leader"
         self.blob_prefix, self.bodies_key, self.results_prefix = f"{tag}:blob:", f"{tag}:bodies", f"{tag}:results:"
         self.trimmed_key = f"{tag}:trimmed"
-        self._commit = client.register_script(_COMMIT)
+        self._commit_sha = hashlib.sha1(_COMMIT.encode(), usedforsecurity=False).hexdigest()
         self._lead = client.register_script(_LEAD)
         self._renew = client.register_script(_RENEW)
         self._resign = client.register_script(_RESIGN)
         self._trim = client.register_script(_TRIM)
+        self._wire = Wire(client.connection_pool)
+        self._idle_readers: list[Wire] = []
         self._appends: list[_Append] = []  # that wait for their round trip
         self._intake_length = 0  # as of the last submit
 
@@ -180,7 +185,10 @@ class RedisLog:
         floor = ids.make(max(0, ids.ms_of(newest) - self.result_retention_ms))
         keys = [self.epoch_key, self.log, self.requests, self.blob_prefix, self.results_prefix, self.bodies_key]
         args: list[bytes | str | int] = [epoch, ids.text(commit.after), ids.text(floor), self.result_retention_ms, *_flat(commit)]
-        status, detail = await self._commit(keys=keys, args=args)
+        try:
+            status, detail = await self._wire.call("EVALSHA", self._commit_sha, len(keys), *keys, *args)
+        except NoScriptError:
+            status, detail = await self._wire.call("EVAL", _COMMIT, len(keys), *keys, *args)
         if status == b"fenced":
             self._fenced(epoch, int(detail))
         if status == b"diverged":
@@ -206,19 +214,21 @@ class RedisLog:
             self._intake_length = int(await self.client.xlen(self.requests))
             if self._intake_length >= MOST_INTAKE:
                 raise Busy(f"{self._intake_length} requests wait for the daemon to take them in", retry_after_ms=1000)
-        fields: dict[Any, Any] = {"h": header, "b": body} if body else {"h": header}
+        append: Command = ("XADD", self.requests, "*", "h", header, "b", body) if body else ("XADD", self.requests, "*", "h", header)
         if not self.wait_aof_ms:
-            return await self._append_together(fields)
+            return await self._append_together(append)
         async with self.client.client() as one:  # WAITAOF speaks of what its own connection wrote
-            intake_id = await self._append(one, fields)
+            intake_id = (await cast("Awaitable[bytes]", cast(Any, one).execute_command(*append))).decode()
             local, _ = await cast("Awaitable[list[int]]", cast(Any, one).execute_command("WAITAOF", 1, 0, self.wait_aof_ms))
             if not local:
                 raise RedisTimeout(f"the server did not sync {intake_id} within {self.wait_aof_ms} ms")
+            self._intake_length = int(await self.client.xlen(self.requests))
             return intake_id
 
-    async def _append_together(self, fields: dict[Any, Any]) -> str:
-        """Appends that begin at the same time share a round trip, and the server's sync of it, in the order in which they began."""
-        mine = _Append(fields)
+    async def _append_together(self, command: Command) -> str:
+        """Appends that begin at the same time share a round trip, and the server's sync of it, in the order in which they began. It also
+        tells how full the intake is, which the next submit heeds."""
+        mine = _Append(command)
         self._appends.append(mine)
         await anyio.lowlevel.checkpoint()  # whoever else is about to append joins
         if mine.sent is None:
@@ -227,16 +237,17 @@ class RedisLog:
             for append in together:
                 append.sent = sent
             try:
-                # as a transaction the reader of the intake is woken once, after all of them, and takes them in with one commit
-                async with self.client.pipeline(transaction=len(together) > 1) as pipe:
-                    for append in together:
-                        pipe.xadd(self.requests, append.fields)
-                    pipe.xlen(self.requests)
-                    *answers, length = await pipe.execute(raise_on_error=False)
-                for append, answer in zip(together, answers, strict=True):
+                commands: list[Command] = [*(append.command for append in together), ("XLEN", self.requests)]
+                if len(together) == 1:
+                    answers = await self._wire.calls(commands)
+                else:  # as a transaction the reader of the intake is woken once, after all of them, and takes them in with one commit
+                    *queued, executed = await self._wire.calls([("MULTI",), *commands, ("EXEC",)])
+                    refused = next((answer for answer in queued if isinstance(answer, Exception)), executed)
+                    answers = executed if isinstance(executed, list) else [refused] * len(commands)
+                for append, answer in zip(together, answers):
                     append.answer = answer
-                if not isinstance(length, Exception):
-                    self._intake_length = length
+                if isinstance(answers[-1], int):
+                    self._intake_length = answers[-1]
             finally:
                 sent.set()
         else:
@@ -245,14 +256,6 @@ class RedisLog:
             raise mine.answer
         return mine.answer.decode()
 
-    async def _append(self, client: redis.Redis, fields: dict[Any, Any]) -> str:
-        """One round trip appends and tells how full the intake is, which the next submit heeds."""
-        async with client.pipeline(transaction=False) as pipe:
-            pipe.xadd(self.requests, fields)
-            pipe.xlen(self.requests)
-            intake_id, self._intake_length = await pipe.execute()
-        return cast(bytes, intake_id).decode()
-
     @staticmethod
     def _fenced(epoch: int, leading: int) -> NoReturn:
         if leading < epoch:
@@ -260,20 +263,31 @@ class RedisLog:
         raise Fenced(f"epoch {epoch} tried to write, epoch {leading} leads")
 
     async def read_intake(self, after: str, limit: int, block_ms: int) -> list[Entry]:
-        answer = await self.client.xread({self.requests: after}, count=limit, block=block_ms)
-        return [Entry(entry_id.decode(), fields.get(b"h", b""), fields.get(b"b", b"")) for entry_id, fields in _only_stream(answer)]
+        entries = await self._read_stream(self.requests, after, limit, block_ms)
+        return [Entry(entry_id.decode(), fields.get(b"h", b""), fields.get(b"b", b"")) for entry_id, fields in entries]
 
     async def read_results(self, tenant: str, after: int, limit: int, block_ms: int) -> list[tuple[int, bytes]]:
-        key = self.results_prefix + tenant
-        answer = await self.client.xread({key: ids.text(after)}, count=limit, block=block_ms)
-        return [(ids.parse(entry_id), fields[b"r"]) for entry_id, fields in _only_stream(answer)]
+        entries = await self._read_stream(self.results_prefix + tenant, ids.text(after), limit, block_ms)
+        return [(ids.parse(entry_id), fields[b"r"]) for entry_id, fields in entries]
+
+    async def _read_stream(self, key: str, after: str, limit: int, block_ms: int) -> _Entries:
+        """Its wire is used again only where it was read to the end: on another, a read that was given up would hold the next one up."""
+        wire = self._idle_readers.pop() if self._idle_readers else Wire(self.client.connection_pool)
+        try:
+            command: Command = ("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
+            answer = await wire.call(*command, within_s=ANSWER_WITHIN_S + block_ms / 1000)
+        except BaseException:
+            await wire.close()
+            raise
+        self._idle_readers.append(wire)
+        return _only_stream(answer)
 
     async def last_result(self, tenant: str) -> int:
         last = cast("_Entries", await self.client.xrevrange(self.results_prefix + tenant, count=1))
         return ids.parse(last[0][0]) if last else 0
 
     async def blob(self, digest: str) -> bytes | None:
-        return cast("bytes | None", await self.client.get(self.blob_prefix + digest))
+        return cast("bytes | None", await self._wire.call("GET", self.blob_prefix + digest))
 
     async def bodies(self) -> set[str]:
         return {digest.decode() for digest in await cast("Awaitable[set[bytes]]", self.client.smembers(self.bodies_key))}
@@ -297,6 +311,8 @@ class RedisLog:
         return holder.decode() if holder else ""
 
     async def close(self) -> None:
+        for wire in (self._wire, *self._idle_readers):
+            await wire.close()
         await self.client.aclose()
 
 
@@ -326,7 +342,5 @@ def _only_stream(answer: Any) -> _Entries:
     """The entries of a one-stream XREAD, in RESP2 (list of pairs) or RESP3 (map) form."""
     if not answer:
         return []
-    if isinstance(answer, dict):
-        (entries,) = answer.values()
-        return entries[0] if entries and isinstance(entries[0], list) else entries
-    return cast("_Entries", answer[0][1])
+    entries = next(iter(answer.values())) if isinstance(answer, dict) else answer[0][1]
+    return [(entry_id, dict(zip(fields[::2], fields[1::2]))) for entry_id, fields in entries]
