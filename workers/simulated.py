@@ -61,7 +61,7 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def _hash(*parts: object) -> str:
-    return hashlib.sha256("\0".join(str(part) for part in parts).encode()).hexdigest()
+    return hashlib.sha256(b"\0".join(part if isinstance(part, bytes) else str(part).encode() for part in parts)).hexdigest()
 
 
 class Writing(msgspec.Struct, frozen=True):
