@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -92,7 +93,7 @@ def _forward(body: Forward, spec: GroupSpec, limits: Limits) -> None:
     unknown = sorted(set(body.loss_config) - LOSS_CONFIG)
     if unknown:
         raise BadBody(f"loss_config {unknown} is none of {sorted(LOSS_CONFIG)}")
-    if not all(np.isfinite(value) and value >= 0 for value in body.loss_config.values()):
+    if not all(math.isfinite(value) and value >= 0 for value in body.loss_config.values()):
         raise BadBody("loss_config has a value that is negative or not finite")
     if not 1 <= len(body.data) <= limits.datums:
         raise BadBody(f"{len(body.data)} datums, expected 1..{limits.datums}")
@@ -125,7 +126,7 @@ def _tokens(tensor: Tensor, what: str, spec: GroupSpec, most: int) -> np.ndarray
     tokens = array(tensor, what, ("int32", "int64"))
     if not 1 <= len(tokens) <= most:
         raise BadBody(f"{what}: {len(tokens)} tokens, expected 1..{most}")
-    if tokens.min() < 0 or tokens.max() >= spec.vocab_size:
+    if tokens.view(f"<u{tokens.itemsize}").max() >= spec.vocab_size:  # as unsigned, a negative one is larger than any vocabulary
         bad = int(np.argmax((tokens < 0) | (tokens >= spec.vocab_size)))
         raise BadBody(f"{what}: token id {int(tokens[bad])} at position {bad} is outside 0..{spec.vocab_size - 1}")
     return tokens
@@ -140,7 +141,7 @@ def _optim_step(body: OptimStep, spec: GroupSpec, limits: Limits) -> None:
         ("weight_decay", body.weight_decay, 0.0, float("inf")),
         ("grad_clip_norm", body.grad_clip_norm, 0.0, float("inf")),
     ):
-        if not (np.isfinite(value) and low <= value < high):
+        if not (math.isfinite(value) and low <= value < high):
             raise BadBody(f"{name} {value} is outside [{low}, {high})")
 
 
