@@ -39,7 +39,6 @@ from state.files import Disk
 from state.fleet import encode as encode_fleet
 from state.log import Commit, Entry, Store
 from state.redis_log import is_passing
-from state.requests import INLINE_BODY_BYTES, digest_of
 from workers.contract import Call, StepOutcome, WorkerGroup
 
 log = structlog.get_logger("hotdesk")
@@ -249,8 +248,9 @@ class Daemon:
                     inputs.append(self._inbox_out.receive_nowait())
                 except anyio.WouldBlock:
                     break
-            self._remember_bodies(inputs)
-            await self._round(self.core.handle(self.now_ms(), inputs))
+            batch = self.core.handle(self.now_ms(), inputs)
+            self._remember_bodies(batch.commit, inputs)
+            await self._round(batch)
             self._replace_broken()
             if self.core.at_rest:
                 return
@@ -414,15 +414,16 @@ class Daemon:
         cached = self._bodies.get(request.digest)
         return cached if cached is not None else await self._patiently(lambda: self.store.blob(request.digest))
 
-    def _remember_bodies(self, inputs: Sequence[Input]) -> None:
+    def _remember_bodies(self, commit: Commit, inputs: Sequence[Input]) -> None:
         """Keeps recent large bodies at hand, within `BODY_CACHE_BYTES`, so that running them needs no read from the server."""
-        for item in inputs:
-            if isinstance(item, Entry) and INLINE_BODY_BYTES < len(item.body) <= self.limits.body_bytes:
-                digest = digest_of(item.body)
-                if digest not in self._bodies:
-                    self._body_bytes += len(item.body)
-                self._bodies[digest] = item.body
-                self._bodies.move_to_end(digest)
+        if not commit.blobs:
+            return
+        bodies = {item.intake_id: item.body for item in inputs if isinstance(item, Entry)}
+        for digest, intake_id in commit.blobs:
+            if digest not in self._bodies:
+                self._bodies[digest] = bodies[intake_id]
+                self._body_bytes += len(bodies[intake_id])
+            self._bodies.move_to_end(digest)
         while self._body_bytes > BODY_CACHE_BYTES:
             _, body = self._bodies.popitem(last=False)
             self._body_bytes -= len(body)
