@@ -90,7 +90,6 @@ class Future(Generic[Result]):
         self.request_id = request_id
         self.op = op
         self._header, self._body = header, body
-        self._submitted = anyio.Event()
         self._settled = anyio.Event()
         self._sent_at = anyio.current_time()
         self._reply: Reply | None = None
@@ -240,17 +239,24 @@ class Producer:
         content = body if isinstance(body, bytes) else encode_body(body)
         future: Future[Any] = Future(envelope.request_id, op, msgspec.msgpack.encode(envelope), content)
         self._futures[future.request_id] = future
-        # In a task of its own: a caller that is cancelled leaves no hole in its lane.
-        self._tasks.start_soon(self._submit, future, 0)
-        await future._submitted.wait()
+        try:
+            await self._submit(future, 0)
+        except anyio.get_cancelled_exc_class():
+            self._tasks.start_soon(self._submit, future, 0)  # a caller that is cancelled leaves no hole in its lane
+            raise
+        except Exception:
+            self._futures.pop(future.request_id, None)  # the server will not have it: nobody is to remind it
+            raise
         return future
 
     async def _submit(self, future: Future[Any], delay_ms: int) -> None:
         if delay_ms:
             await anyio.sleep(delay_ms / 1000)
-        await _patiently(lambda: self.store.submit(future._header, future._body))
+        if future.done:
+            return
+        header, body = future._header, future._body
+        await _patiently(lambda: self.store.submit(header, body))
         future._sent_at = anyio.current_time()
-        future._submitted.set()
 
     async def _remind(self) -> None:
         """Sends again what had no answer for long: it is applied once anyway, and an answer that got lost is repeated."""
