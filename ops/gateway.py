@@ -56,7 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), backlog=BACKLOG, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # with its protocol named, as asyncio turns Nagle's algorithm off for such sockets only
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(BACKLOG)
+        return bound
     except OSError as error:
         raise ServerFault(
             f"the gateway cannot listen on {host}:{port}: {error.strerror}", way_out="set gateway.port, or stop what listens there"

@@ -109,6 +109,10 @@ def build_group(name: str, group: GroupConfig, config: Config) -> WorkerGroup:
         spec = msgspec.structs.replace(
             SIMULATED_SPEC,
             max_rank=group.max_rank,
+            targets=group.targets,
+            vocab_size=group.model.vocab_size,
+            max_sequence_tokens=group.model.max_sequence_tokens,
+            base_model=group.model.name,
             device_slots=group.device_slots,
             host_slots=group.host_slots,
             max_adapters=group.max_adapters,

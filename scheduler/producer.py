@@ -90,6 +90,7 @@ class Future(Generic[Result]):
         self.request_id = request_id
         self.op = op
         self._header, self._body = header, body
+        self._durable = anyio.Event()
         self._settled = anyio.Event()
         self._sent_at = anyio.current_time()
         self._reply: Reply | None = None
@@ -205,7 +206,7 @@ class Producer:
         waiting = self._futures.get(f"{self.tenant}/{lane}/{seq}")
         if waiting is None:
             return await self._send(lane, seq, op, lane.partition(":")[0], body, refused)
-        await waiting._submitted.wait()
+        await waiting._durable.wait()
         return waiting
 
     async def recall(self, request_id: str) -> Future[Any] | None:
@@ -213,7 +214,7 @@ class Producer:
         if request_id in self._futures:
             return self._futures[request_id]
         future: Future[Any] = Future(request_id, Op.RECALL, b"", b"")
-        future._submitted.set()
+        future._durable.set()
         self._futures[request_id] = future
         recalled = await self._ask_again(request_id)
         if recalled.status == "unknown":
@@ -246,6 +247,7 @@ class Producer:
             raise
         except Exception:
             self._futures.pop(future.request_id, None)  # the server will not have it: nobody is to remind it
+            future._durable.set()
             raise
         return future
 
@@ -257,6 +259,7 @@ class Producer:
         header, body = future._header, future._body
         await _patiently(lambda: self.store.submit(header, body))
         future._sent_at = anyio.current_time()
+        future._durable.set()
 
     async def _remind(self) -> None:
         """Sends again what had no answer for long: it is applied once anyway, and an answer that got lost is repeated."""

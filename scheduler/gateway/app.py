@@ -53,6 +53,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, url: str, fleet: str, offers: dict[str, Offer]) -> None:
         self.config, self.url, self.fleet, self.offers = config, url, fleet, offers
         self.catalog = Catalog.connect(url, fleet)
+        self.store = RedisLog.connect(url, fleet)
         self._digests = {digest: tenant for tenant, digest in config.keys.items()}
         self._tenants: dict[str, str] = {}
         self._desks: dict[str, Desk] = {}
@@ -70,6 +71,7 @@ class Gateway:
             yield
             self._tasks.cancel_scope.cancel()
         await self.catalog.close()
+        await self.store.close()
 
     # --- tenants ------------------------------------------------------------------------------------------------------
 
@@ -98,10 +100,9 @@ class Gateway:
         return desk
 
     async def _open(self, tenant: str, opened: anyio.Event) -> None:
-        store = RedisLog.connect(self.url, self.fleet)
         try:
             with anyio.CancelScope() as scope:
-                async with Producer.over(store, tenant) as producer, anyio.create_task_group() as tasks:
+                async with Producer.over(self.store, tenant) as producer, anyio.create_task_group() as tasks:
                     self._scopes[tenant] = scope
                     self._desks[tenant] = Desk(tenant, producer, self.catalog, self.offers, tasks, self.config.answer_kept_s)
                     opened.set()
@@ -110,8 +111,6 @@ class Gateway:
             self._desks.pop(tenant, None)
             self._opening.pop(tenant, None)
             opened.set()
-            with anyio.CancelScope(shield=True), anyio.move_on_after(5):
-                await store.close()
 
     # --- what is done beside requests ----------------------------------------------------------------------------------
 
