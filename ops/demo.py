@@ -133,7 +133,7 @@ async def _daemon(data_dir: str) -> AsyncIterator[str]:
     directory = Path(data_dir)
     directory.mkdir(parents=True, exist_ok=True)
     log_path = directory / "daemon.log"
-    command = [sys.executable, "-m", "ops.cli", "up", "--config", str(CONFIG), "--data-dir", data_dir]
+    command = [sys.executable, "-m", "ops.cli", "up", "--no-gateway", "--config", str(CONFIG), "--data-dir", data_dir]
     with open(log_path, "ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -89,7 +89,7 @@ class Fleet:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "ops.cli", "up", "--config", str(self.config), "--data-dir", str(self.directory)]
+        command = [sys.executable, "-m", "ops.cli", "up", "--no-gateway", "--config", str(self.config), "--data-dir", str(self.directory)]
         with open(self.directory / "daemon.log", "ab") as log:
             self.daemon = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import shutil
+import signal
 import socket
 import tempfile
+import threading
 import uuid
 from collections.abc import Awaitable
 from pathlib import Path
@@ -51,10 +54,27 @@ def connect_ray(address: str, namespace: str, cpus: float) -> None:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
-            # a directory of this user's own: Ray's default belongs to whoever came first. Short, because sockets lie below it.
-            _temp_dir=str(Path(tempfile.gettempdir()) / f"hotdesk-ray-{os.getuid()}"),
+            _temp_dir=str(_own_directory()),
             **common,
         )
+
+
+def _own_directory() -> Path:
+    """For this process's Ray alone: clusters that share a directory have been seen to end each other when they begin at one time, and Ray's
+    default belongs to whichever user came first. Short, because sockets lie below it. What processes that are gone left is removed."""
+    base = Path(tempfile.gettempdir()) / f"hotdesk-ray-{os.getuid()}"
+    base.mkdir(exist_ok=True)
+    for old in base.iterdir():
+        if not (old.name.isdigit() and Path(f"/proc/{old.name}").exists()):
+            shutil.rmtree(old, ignore_errors=True)
+    return base / str(os.getpid())
+
+
+def _take_back_signals() -> None:
+    """Ray takes SIGTERM for a crash: its handler prints a stack and aborts. Whoever had asked for it before gets it again."""
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
+        signal.signal(signal.SIGTERM, handler)
+        signal.siginterrupt(signal.SIGTERM, False)
 
 
 class RankActor:
@@ -105,6 +125,7 @@ class RayGroup:
     async def start(self, epoch: int) -> Status:
         cpus = self.world * self.config.cpus_per_rank
         await anyio.to_thread.run_sync(connect_ray, self.address, self.namespace, max(cpus, os.cpu_count() or 1))
+        _take_back_signals()
         found = await anyio.to_thread.run_sync(self._find) if self.address else False
         if found:
             try:

@@ -181,7 +181,7 @@ def forward_output(result: ForwardResult) -> bytes:
     field.dtype = wire.FLOAT32
     for name, value in result.metrics.items():
         output.metrics[name if name.count(":") == 1 else f"{name}:mean"] = value
-    return bytes(output.SerializeToString())
+    return bytes(output.SerializeToString(deterministic=True))
 
 
 def optim_step_output(result: OptimStepResult) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def sample_output(result: SampleResult, last_n: int | None = None) -> bytes:
             Tensor("int32", (1, k), np.zeros(k, "<i4").tobytes()), Tensor("float32", (1, k), np.full(k, NO_LOGPROB, "<f4").tobytes())
         )
         _fill(response.topk_prompt_logprobs, empty, top)
-    return bytes(response.SerializeToString())
+    return bytes(response.SerializeToString(deterministic=True))
 
 
 def _add_sequence(response: Any, sequence: Sequence) -> None:

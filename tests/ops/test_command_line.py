@@ -37,7 +37,7 @@ class Up:
         self.where = ("--config", str(config), "--data-dir", str(data_dir))
         self.log = data_dir / "daemon.log"
         with open(self.log, "ab") as log:
-            command = [sys.executable, "-m", "ops.cli", "up", *self.where]
+            command = [sys.executable, "-m", "ops.cli", "up", "--no-gateway", *self.where]
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def wait_for(self, text: str, seconds: float = 30) -> None:
