@@ -69,7 +69,7 @@ class Running:
         return False
 
     def processes(self, pattern: str) -> list[int]:
-        """Of this fleet: in the daemon's process group, or children of its Ray."""
+        """Of this fleet: children of the daemon, or of its Ray."""
         found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
         return [int(pid) for pid in found if self._is_mine(int(pid))]
 
@@ -77,7 +77,7 @@ class Running:
         with contextlib.suppress(OSError):
             parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
             raylet = Path(f"/proc/{parent}/cmdline").read_text()
-            return os.getpgid(pid) == self.daemon.pid or f"/{self.daemon.pid}/session_" in raylet
+            return int(parent) == self.daemon.pid or f"/{self.daemon.pid}/session_" in raylet
         return False
 
     def kill_gateway(self) -> None:

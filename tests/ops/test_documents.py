@@ -23,7 +23,7 @@ from state.redis_log import RedisLog
 from workers.simulated import SimulatedGroup
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "ops" / "RUNBOOK.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "ops" / "RUNBOOK.md", ROOT / "ops" / "TINKER.md"]
 
 
 def blocks(kind: str) -> list[str]:

@@ -372,10 +372,10 @@ class Conformance:
         device.ok(StepKind.FLUSH, a)
         device.ok(StepKind.SNAPSHOT, a, beside=True)
         version = device.last
-        for number in range(500):
+        device.train(a, 10)
+        for _ in range(1000):
             if device.written:
                 break
-            device.train(a, 10 + number % 5)
             device.ok(StepKind.FLUSH, a)
             time.sleep(0.005)
         assert [(one.adapter, one.version, one.error) for one in device.written] == [(a, version, "")]
