@@ -81,12 +81,16 @@ class Running:
         return False
 
     def kill_gateway(self) -> None:
-        for pid in self.processes("ops.cli gateway"):
+        self._kill("ops.cli gateway")
+
+    def _kill(self, pattern: str) -> None:
+        found = self.processes(pattern)
+        assert found, subprocess.run(["pgrep", "-fa", "ray::|ops.cli"], capture_output=True, text=True).stdout
+        for pid in found:
             os.kill(pid, signal.SIGKILL)
 
     def kill_worker(self) -> None:
-        for pid in self.processes("ray::RankActor"):
-            os.kill(pid, signal.SIGKILL)
+        self._kill("ray::RankActor")
 
     def kill_daemon(self) -> None:
         """And its local Ray with it. Its gateway ends by itself, and the next daemon starts another."""
