@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     server = uvicorn.Server(
         uvicorn.Config(
             gateway.app,
+            interface="asgi3",
             log_config=None,
             access_log=False,
             lifespan="on",

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from scheduler.config import GatewayConfig
 from scheduler.gateway import translate
@@ -47,6 +47,7 @@ API = "/api/v1"
 KEY_CACHE = 65_536
 UNKNOWN = (UnknownAdapter, UnknownCheckpoint, UnknownRequest)
 T = TypeVar("T")
+Act = Callable[[Desk, Request], Awaitable[Response]]
 
 
 class Gateway:
@@ -62,7 +63,17 @@ class Gateway:
         self._tasks: TaskGroup
         self._sweep_now = anyio.Event()
         self._began_ms = now_ms()
-        self.app: ASGIApp = Starlette(routes=self._routes(), lifespan=self._life)
+        self._posts = self._often()
+        self._rest: ASGIApp = Starlette(routes=self._routes(), lifespan=self._life)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The routes of a training loop are found by their path alone: a framework's routing costs as much as what they do."""
+        act = self._posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if act is None:
+            await self._rest(scope, receive, send)
+        else:
+            response = await self._guard(act, Request(scope, receive))
+            await response(scope, receive, send)
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
@@ -142,8 +153,8 @@ class Gateway:
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
-    def _routes(self) -> list[Route]:
-        posts: dict[str, Callable[[Desk, Request], Awaitable[Response]]] = {
+    def _often(self) -> dict[str, Act]:
+        acts: dict[str, Act] = {
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "create_model": self._create_model,
@@ -159,10 +170,13 @@ class Gateway:
             "retrieve_future": self._retrieve,
             "cancel_future": self._cancel,
             "weights_info": self._weights_info,
-            "sessions/{session_id}/finish": self._finish,
-            "training_runs/{run}/checkpoints/{kind}/{name}/publish": self._publish,
         }
-        others: list[tuple[str, str, Callable[[Desk, Request], Awaitable[Response]]]] = [
+        return {f"{API}/{path}": act for path, act in acts.items()}
+
+    def _routes(self) -> list[Route]:
+        others: list[tuple[str, str, Act]] = [
+            ("POST", "sessions/{session_id}/finish", self._finish),
+            ("POST", "training_runs/{run}/checkpoints/{kind}/{name}/publish", self._publish),
             ("GET", "get_server_capabilities", self._capabilities),
             ("GET", "samplers/{sampler}", self._get_sampler),
             ("GET", "training_runs", self._training_runs),
@@ -180,31 +194,33 @@ class Gateway:
             Route(f"{API}/client/config", self._client_config, methods=["POST"]),
             Route(f"{API}/client/dynamic_config", self._dynamic_config, methods=["POST"]),
             Route(f"{API}/telemetry", self._telemetry, methods=["POST"]),
-            *(Route(f"{API}/{path}", self._guarded(act), methods=["POST"]) for path, act in posts.items()),
             *(Route(f"{API}/{path}", self._guarded(act), methods=[method]) for method, path, act in others),
         ]
 
-    def _guarded(self, act: Callable[[Desk, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, act: Act) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            try:
-                tenant = await self.tenant(request.headers.get("x-api-key", ""))
-                if tenant is None:
-                    return _refusal(401, "Unauthorized", "this API key is not known here")
-                return await act(await self.desk(tenant), request)
-            except UNKNOWN as error:
-                return _refusal(404, type(error).__name__, str(error))
-            except (HotdeskError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                return _refusal(400, type(error).__name__, str(error))
-            except (RedisError, OSError) as error:
-                log.warning("server_away", error=str(error), path=request.url.path)
-                return _refusal(503, "ServerAway", "the log's server is away; try again", {"retry-after": "1"})
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                log.exception("unforeseen", path=request.url.path)
-                return _refusal(400, type(error).__name__, f"the gateway could not serve this: {error}")
+            return await self._guard(act, request)
 
         return handle
+
+    async def _guard(self, act: Act, request: Request) -> Response:
+        try:
+            tenant = await self.tenant(request.headers.get("x-api-key", ""))
+            if tenant is None:
+                return _refusal(401, "Unauthorized", "this API key is not known here")
+            return await act(await self.desk(tenant), request)
+        except UNKNOWN as error:
+            return _refusal(404, type(error).__name__, str(error))
+        except (HotdeskError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return _refusal(400, type(error).__name__, str(error))
+        except (RedisError, OSError) as error:
+            log.warning("server_away", error=str(error), path=request.url.path)
+            return _refusal(503, "ServerAway", "the log's server is away; try again", {"retry-after": "1"})
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except Exception as error:
+            log.exception("unforeseen", path=request.url.path)
+            return _refusal(400, type(error).__name__, f"the gateway could not serve this: {error}")
 
     async def _body(self, request: Request) -> bytes:
         """Raises `BodyTooLarge` before more than the limit was read."""
