@@ -216,9 +216,14 @@ class Producer:
         future: Future[Any] = Future(request_id, Op.RECALL, b"", b"")
         future._durable.set()
         self._futures[request_id] = future
-        recalled = await self._ask_again(request_id)
-        if recalled.status == "unknown":
-            self._futures.pop(request_id, None)
+        known = False
+        try:
+            recalled = await self._ask_again(request_id)
+            known = recalled.status != "unknown"
+        finally:
+            if not known:
+                self._futures.pop(request_id, None)
+        if not known:
             return None
         future.op = Op(recalled.op)
         return future

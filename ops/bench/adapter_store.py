@@ -159,15 +159,30 @@ class Bench:
         from state.events import AdapterFacts
 
         engine, count = self.engine, [0]
+        turn: list[float] = []  # when each step was over
         facts = AdapterFacts("c", "offloaded")
 
         def snapshot() -> None:
             count[0] += 1
             engine.snapshot("c", count[0], Kept(0, 0), facts, False)
 
+        def beside() -> None:
+            count[0] += 1
+            engine.snapshot("c", count[0], Kept(0, 0), facts, True)
+            turn.append(time.perf_counter())
+            engine.writer.settle()  # so that the next one does not wait for this one's memory
+
+        def turn_ms() -> float:
+            times = []
+            for _ in range(self.repeat):
+                began = time.perf_counter()
+                beside()
+                times.append(1000 * (turn[-1] - began))
+            return statistics.median(times)
+
         def export() -> None:
             count[0] += 1
-            engine.save("c", f"e{count[0]}", "sampler_weights", False, facts)
+            engine.save("c", f"e{count[0]}", "sampler_weights", False, facts, "")
 
         def plain(nbytes: int) -> Callable[[], None]:
             data = bytes(nbytes)
@@ -183,6 +198,7 @@ class Bench:
         weights = 2 * self.parameters
         return [
             {"transition": "snapshot", "bytes": engine.state_bytes, "ms": self.time_ms(snapshot)},
+            {"transition": "snapshot written beside: its step", "bytes": engine.state_bytes, "ms": turn_ms()},
             {"transition": "as many bytes to a synced file", "bytes": engine.state_bytes, "ms": self.time_ms(plain(engine.state_bytes))},
             {"transition": "export for a sampler (PEFT)", "bytes": weights, "ms": self.time_ms(export)},
             {"transition": "as many bytes to a synced file", "bytes": weights, "ms": self.time_ms(plain(weights))},

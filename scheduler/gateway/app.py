@@ -61,6 +61,7 @@ class Gateway:
         self._opening: dict[str, anyio.Event] = {}
         self._scopes: dict[str, anyio.CancelScope] = {}
         self._tasks: TaskGroup
+        self._ending: set[tuple[str, str]] = set()  # sessions and samplers that are being freed
         self._sweep_now = anyio.Event()
         self._began_ms = now_ms()
         self._posts = self._often()
@@ -142,14 +143,30 @@ class Gateway:
         if now - self._began_ms < 1000 * self.config.session_timeout_s:
             silent_before = 0  # nobody could send a beat while no gateway ran: only those that ended
         for tenant, session_id in await self.catalog.silent(silent_before):
-            await (await self.desk(tenant)).close_session(session_id)
+            self._begin(tenant, session_id, Desk.close_session)
         for tenant, version in await self.catalog.unused(int(now - 1000 * self.config.sampler_idle_s)):
-            await (await self.desk(tenant)).release(version)
+            self._begin(tenant, version, Desk.release)
         for tenant, desk in list(self._desks.items()):
             desk.answers.reclaim()
             await desk.expire()
             if not desk.answers.open and anyio.current_time() - desk.used_at > self.config.answer_kept_s:
                 self._scopes[tenant].cancel()
+
+    def _begin(self, tenant: str, name: str, act: Callable[[Desk, str], Awaitable[None]]) -> None:
+        """Once at a time, and beside the others: one that has to wait, or fails, holds nobody up."""
+        if (tenant, name) in self._ending:
+            return
+
+        async def run() -> None:
+            try:
+                await act(await self.desk(tenant), name)
+            except (RedisError, OSError, HotdeskError) as error:
+                log.warning("sweep_failed", tenant=tenant, name=name, error=str(error), detail="tried again")
+            finally:
+                self._ending.discard((tenant, name))
+
+        self._ending.add((tenant, name))
+        self._tasks.start_soon(run)
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
