@@ -118,6 +118,7 @@ class MegatronEngine:
         self.device_slots: dict[str, list[torch.Tensor]] = {}
         self.bound: Slot | None = None
         self.writer = SnapshotWriter()
+        self.aside: dict[str, torch.Tensor] = {}  # a copy of the slot whose snapshot is being written
         self.sampler = self._build_sampler()
         self.sleep_sampler()
         self.moved = 0
@@ -591,7 +592,7 @@ class MegatronEngine:
     def snapshot(self, adapter: str, version: int, kept: checkpoints.Kept, facts: AdapterFacts, beside: bool) -> None:
         path = self.root / adapter / "snapshot" / str(version)
         if beside:
-            tensors = {name: tensor.clone() for name, tensor in self._whole(self.slots[adapter]).items()}
+            tensors = self._copied(self._whole(self.slots[adapter]))
             write = self._together(lambda: shards.save_beside(self, facts, path, tensors, kept))
             self.writer.begin(adapter, version, write)
             return
@@ -599,6 +600,16 @@ class MegatronEngine:
         self._together(lambda: shards.save(self, facts, path, "snapshot", self._whole(self.slots[adapter]), True))
         if dist.get_rank() == 0:
             checkpoints.forget_snapshots(path.parent, kept)
+
+    def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Into memory that is kept for it: fresh pages would cost several times the copy. One writing at a time uses it."""
+        self.writer.settle()
+        for name, tensor in tensors.items():
+            mine = self.aside.get(name)
+            if mine is None or mine.shape != tensor.shape:
+                mine = self.aside[name] = torch.empty_like(tensor)
+            mine.copy_(tensor)
+        return {name: self.aside[name] for name in tensors}
 
     def take_written(self) -> tuple[Written, ...]:
         """Rank 0's are the group's: they are there once every rank's shard is."""
