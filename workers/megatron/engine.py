@@ -689,7 +689,8 @@ class MegatronEngine:
         named = {}
         for name, parameter in self.parameters.items():
             index, offset = layouts.place(parameter, self.live.weights)
-            named[name] = weights[index][offset : offset + parameter.numel()].view(parameter.shape).cpu()
+            mine = weights[index][offset : offset + parameter.numel()].view(parameter.shape)
+            named[name] = mine.to("cpu", copy=True)  # a view would be sent to the other ranks with the whole storage behind it
         return named
 
     # --- ranks together -----------------------------------------------------------------------------------------------
