@@ -125,9 +125,11 @@ class Synchronous:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def entry(self, tenant: str, lane: str, seq: int, op: str, body: msgspec.Struct | bytes = NOTHING, adapter: str = "") -> Entry:
+    def entry(
+        self, tenant: str, lane: str, seq: int, op: str, body: msgspec.Struct | bytes = NOTHING, adapter: str = "", refused: str = ""
+    ) -> Entry:
         data = body if isinstance(body, bytes) else encode_body(body)
-        envelope = Envelope(tenant, lane, seq, op, adapter or lane.partition(":")[0])
+        envelope = Envelope(tenant, lane, seq, op, adapter or lane.partition(":")[0], refused=refused)
         self._intake += 1
         self.bodies.setdefault(envelope.request_id, data)
         return Entry(f"{self._intake}-0", msgspec.msgpack.encode(envelope), data)

@@ -24,8 +24,11 @@ from state.requests import (
     LoadState,
     Op,
     OptimStep,
+    Recall,
+    Recalled,
     Sample,
     SaveState,
+    SaveWeightsForSampler,
     Signature,
     Tensor,
     Unload,
@@ -287,6 +290,84 @@ def test_describe_tells_where_to_go_on(bench):
     bench.settle()
     described = msgspec.msgpack.decode(bench.replies["ada/~s/1"].result, type=Description)
     assert described == Description("poet", 6, 1, "live", 1)
+
+
+def sampler_of(bench, name="v1"):
+    """An unordered adapter, loaded from what `ada/poet` saved for samplers."""
+    bench.program("ada", [FB, STEP, (Op.SAVE_WEIGHTS_FOR_SAMPLER, SaveWeightsForSampler("one"))])
+    bench.settle()
+    bench.send("ada", f"{name}:0", 0, Op.CREATE_ADAPTER, msgspec.structs.replace(CREATE, unordered=True))
+    return bench.send("ada", f"{name}:0", 1, Op.LOAD_STATE, LoadState("one", "poet", sampler_weights=True))
+
+
+def test_an_unordered_adapter_runs_what_comes_as_it_comes(bench):
+    loaded = sampler_of(bench)
+    far = 7 * 10**17
+    sampled = [bench.send("ada", "v1:0", seq, Op.SAMPLE, SAMPLE) for seq in (far, 40, 3)]
+    bench.settle()
+    assert [bench.replies[request_id].status for request_id in (loaded, *sampled)] == ["completed"] * 4
+    assert len({bench.replies[request_id].result for request_id in sampled}) == 1  # one version, one request
+    first = bench.replies[sampled[1]].result
+    again = bench.send("ada", "v1:0", 40, Op.SAMPLE, SAMPLE)
+    other = bench.send("ada", "v1:0", 41, Op.SAMPLE, msgspec.structs.replace(SAMPLE, seed=5))
+    bench.settle()
+    assert bench.replies[again].result == first != bench.replies[other].result
+    bench.send("ada", "v1:0", 40, Op.SAMPLE, msgspec.structs.replace(SAMPLE, seed=6))
+    bench.settle()
+    assert bench.error(again) == "RequestConflict"
+    assert not bench.fleet.gaps
+
+
+def test_a_sampler_stays_as_it_is_while_its_model_trains_and_when_workers_die(bench):
+    sampler_of(bench)
+    before = bench.send("ada", "v1:0", 9, Op.SAMPLE, SAMPLE)
+    bench.settle()
+    bench.program("ada", [FB, STEP], first=4)
+    bench.settle()
+    bench.kill()
+    bench.join()
+    after = bench.send("ada", "v1:0", 10, Op.SAMPLE, SAMPLE)
+    own = bench.send("ada", "poet", 6, Op.SAMPLE, SAMPLE)
+    bench.settle()
+    assert bench.replies[after].result == bench.replies[before].result != bench.replies[own].result
+
+
+def test_what_waits_for_a_sampler_that_is_unloaded_is_answered(bench):
+    sampler_of(bench)
+    bench.send("ada", "v1:0", 2, Op.UNLOAD, Unload())
+    behind = bench.send("ada", "v1:0", 16, Op.SAMPLE, SAMPLE)
+    bench.settle()
+    assert bench.error(behind) == "UnknownAdapter"
+    bench.send("ada", "v1:1", 0, Op.CREATE_ADAPTER, msgspec.structs.replace(CREATE, unordered=True))
+    back = bench.send("ada", "v1:1", 16, Op.SAMPLE, SAMPLE)
+    bench.settle()
+    assert bench.replies[back].status == "completed"
+
+
+def test_what_a_front_end_refuses_spends_its_seq_with_its_words(bench):
+    bench.program("ada", [FB])
+    refused = bench.send("ada", "poet", 2, FB, b"", refused="images are not supported")
+    voided, forward = bench.program("ada", [STEP, Op.FORWARD], first=3)
+    bench.settle()
+    assert bench.error(refused) == "BadBody"
+    assert "images" in bench.replies[refused].error.message
+    assert bench.error(voided) == "WindowVoided"  # half a batch must not be stepped on
+    assert bench.replies[forward].status == "completed"
+
+
+def test_an_outcome_is_recalled_by_whoever_lost_it(bench):
+    (done,) = bench.program("ada", [FB])
+    held = bench.send("ada", "poet", 3, FB, forward_body())
+    bench.settle()
+    seen = len(bench.all_replies)
+    for number, target in enumerate((done, held, "ada/poet/99", "brook/poet/1", "ada/poet"), 1):
+        bench.send("ada", "~s", number, Op.RECALL, Recall(target), adapter="poet")
+    bench.settle()
+    repeated = bench.all_replies[seen]
+    assert (repeated.request_id, repeated.result) == (done, bench.replies[done].result)
+    found = [msgspec.msgpack.decode(bench.replies[f"ada/~s/{n}"].result, type=Recalled) for n in (1, 2, 3)]
+    assert [(one.status, one.op) for one in found] == [("completed", FB), ("queued", FB), ("unknown", "")]
+    assert [bench.error(f"ada/~s/{n}") for n in (4, 5)] == ["MalformedRequest"] * 2
 
 
 def test_unload_ends_the_adapter_and_answers_what_was_queued_behind_it(bench):
