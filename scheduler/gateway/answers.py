@@ -20,6 +20,7 @@ from state.errors import HotdeskError, RequestError, UnknownRequest
 from state.requests import Op
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
+KEPT_BYTES = 64 * 2**20  # of one tenant's answers; what is beyond that is recalled from the log when it is asked for again
 LARGE_BYTES = 64 * 1024  # encoding more than this leaves the event loop
 
 
@@ -55,6 +56,7 @@ class Answers:
         self.kept_s = kept_s
         self._tasks = tasks
         self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._bytes = 0  # of answers that are there
         self._recalling: dict[str, anyio.Event] = {}
 
     def get(self, request_id: str) -> Answer | None:
@@ -79,6 +81,9 @@ class Answers:
             answer.encoded = failed(unforeseen)
         answer.ended_at = anyio.current_time()
         answer.settled.set()
+        self._bytes += len(answer.encoded.content)
+        if self._bytes > KEPT_BYTES:
+            self._drop(lambda answer: self._bytes > KEPT_BYTES)
 
     async def recall(self, request_id: str, how: Callable[[str, Op], tuple[Encode, Then | None]]) -> Answer | None:
         """A future of an earlier process. None where the log knows nothing of it, or no longer. However many ask at once, it is looked up
@@ -102,9 +107,20 @@ class Answers:
     def reclaim(self) -> None:
         """Forgets what ended long ago; the log has it for as long as it keeps results."""
         before = anyio.current_time() - self.kept_s
-        for request_id, answer in list(self._answers.items()):
-            if answer.settled.is_set() and answer.ended_at < before:
-                del self._answers[request_id]
+        self._drop(lambda answer: answer.ended_at < before)
+
+    def _drop(self, due: Callable[[Answer], bool]) -> None:
+        """Those that ended and are `due`, the oldest first, up to the first that is not."""
+        dropped = []
+        for request_id, answer in self._answers.items():
+            if not answer.settled.is_set():
+                continue
+            if not due(answer):
+                break
+            dropped.append(request_id)
+            self._bytes -= len(answer.encoded.content)
+        for request_id in dropped:
+            del self._answers[request_id]
 
     @property
     def open(self) -> int:

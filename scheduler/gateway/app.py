@@ -45,6 +45,7 @@ log = structlog.get_logger("hotdesk.gateway")
 
 API = "/api/v1"
 KEY_CACHE = 65_536
+KEY_KNOWN_S = 60.0  # a key that was taken away works for so long
 UNKNOWN = (UnknownAdapter, UnknownCheckpoint, UnknownRequest)
 T = TypeVar("T")
 Act = Callable[[Desk, Request], Awaitable[Response]]
@@ -56,7 +57,7 @@ class Gateway:
         self.catalog = Catalog.connect(url, fleet)
         self.store = RedisLog.connect(url, fleet)
         self._digests = {digest: tenant for tenant, digest in config.keys.items()}
-        self._tenants: dict[str, str] = {}
+        self._tenants: dict[str, tuple[str, float]] = {}  # key digest -> tenant, and until when that is taken for true
         self._desks: dict[str, Desk] = {}
         self._opening: dict[str, anyio.Event] = {}
         self._scopes: dict[str, anyio.CancelScope] = {}
@@ -92,11 +93,16 @@ class Gateway:
         if not key:
             return None
         digest = hashlib.sha256(key.encode()).hexdigest()
-        known = self._tenants.get(digest) or self._digests.get(digest) or await self.catalog.tenant_of(digest)
+        cached, until = self._tenants.get(digest, ("", 0.0))
+        if cached and anyio.current_time() < until:
+            return cached
+        known = self._digests.get(digest) or await self.catalog.tenant_of(digest)
         if known is None and self.config.any_key:
             known = f"k{digest[:16]}"
-        if known is not None and len(self._tenants) < KEY_CACHE:
-            self._tenants[digest] = known
+        if len(self._tenants) >= KEY_CACHE:
+            self._tenants.clear()
+        if known is not None:
+            self._tenants[digest] = known, anyio.current_time() + KEY_KNOWN_S
         return known
 
     async def desk(self, tenant: str) -> Desk:
