@@ -33,7 +33,8 @@ def running():
 
 def begin(running: Running, key: str, seed: int) -> subprocess.Popen[str]:
     command = [*PROGRAM, running.url, key, str(STEPS), str(seed)]
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, text=True, **pipes)
 
 
 def end(program: subprocess.Popen[str]) -> dict[str, object]:
@@ -66,6 +67,8 @@ def test_tenants_see_what_each_sees_alone_also_when_everything_is_killed_around_
     for kill in (running.kill_gateway, running.kill_worker, running.kill_gateway, running.kill_daemon):
         for _ in range(rng.randint(1, 3)):
             assert program.stderr.readline().startswith("step"), "the program ended before everything was killed"
+            program.stdin.write("go on\n")
+            program.stdin.flush()
         time.sleep(rng.random() * 0.2)
         kill()
     disturbed = end(program)
