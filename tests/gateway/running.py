@@ -84,8 +84,11 @@ class Running:
         self._kill("ops.cli gateway")
 
     def _kill(self, pattern: str) -> None:
-        found = self.processes(pattern)
-        assert found, subprocess.run(["pgrep", "-fa", "ray::|ops.cli"], capture_output=True, text=True).stdout
+        """Waits for one: it may be starting."""
+        deadline = time.monotonic() + 60
+        while not (found := self.processes(pattern)):
+            assert time.monotonic() < deadline, subprocess.run(["pgrep", "-fa", "ray::|ops.cli"], capture_output=True, text=True).stdout
+            time.sleep(0.1)
         for pid in found:
             os.kill(pid, signal.SIGKILL)
 
