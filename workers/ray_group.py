@@ -34,7 +34,6 @@ import ray
 from ray.exceptions import RayError
 
 BROKEN_COLLECTIVE = ("DistBackendError", "DistNetworkError", "Timed out waiting", "Connection closed by peer", "Connection reset by peer")
-RAY_PROBE_S = 20.0  # a healthy one takes a second or two
 OBJECT_STORE_BYTES = 128 * 2**20
 _CALL = msgspec.msgpack.Decoder(Call)
 _OUTCOME = msgspec.msgpack.Decoder(StepOutcome)
@@ -58,10 +57,6 @@ def connect_ray(address: str, namespace: str, cpus: float) -> None:
             _temp_dir=str(_own_directory()),
             **common,
         )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _own_directory() -> Path:
@@ -126,14 +121,10 @@ class RayGroup:
         self.address, self.namespace = address, namespace
         self.world = config.tp * config.dp
         self.actors: list[Any] = []
-        self.started = False
 
     async def start(self, epoch: int) -> Status:
         cpus = self.world * self.config.cpus_per_rank
-        if self.started and not self.address and not await self._ray_lives():
-            await anyio.to_thread.run_sync(ray.shutdown)  # other groups' workers end with it, and are started again as these are
         await anyio.to_thread.run_sync(connect_ray, self.address, self.namespace, max(cpus, os.cpu_count() or 1))
-        self.started = True
         _take_back_signals()
         found = await anyio.to_thread.run_sync(self._find) if self.address else False
         if found:
@@ -144,16 +135,6 @@ class RayGroup:
         await self._kill()
         await self._build()
         return await self.status(epoch)
-
-    async def _ray_lives(self) -> bool:
-        """Whether the local Ray still starts processes: its own may have been killed."""
-        with anyio.move_on_after(RAY_PROBE_S):
-            try:
-                await ray.remote(num_cpus=0)(_nothing).remote()
-                return True
-            except RayError:
-                pass
-        return False
 
     def _actor_name(self, rank: int) -> str:
         return f"hotdesk.{self.fleet}.{self.name}.{rank}"
