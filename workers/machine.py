@@ -158,6 +158,7 @@ class Machine:
         self.published = ""
         self.guard_pending = guard_pending  # test seam: False plants the lost-gradient fault
         self.written: dict[str, Written] = {}  # the last one of each adapter: a new leader may not have heard of it
+        self.untold: dict[str, Written] = {}  # what no step's outcome has told yet: nobody keeps what a status says of an idle group
         self.lost: set[str] = set()  # adapters whose state a failure spoiled: to be rebuilt from snapshot and log
         self._touched: list[str] = []
 
@@ -170,8 +171,12 @@ class Machine:
         """`adapters` None reports all of them, and each one's last snapshot; else only what is new."""
         keys = tuple(self.held) if adapters is None else adapters
         parts = self.engine.resident_parts()
-        written = self.engine.take_written()
-        self.written |= {one.adapter: one for one in written if one.adapter in self.held}
+        new = {one.adapter: one for one in self.engine.take_written() if one.adapter in self.held}
+        self.written |= new
+        self.untold |= new
+        written = tuple((self.written if adapters is None else self.untold).values())
+        if adapters is not None:
+            self.untold = {}
         return Facts(
             live=self.live,
             weights=Part.WEIGHTS in parts,
@@ -183,7 +188,7 @@ class Machine:
             device_bytes=self.engine.device_bytes(),
             host_bytes=self.engine.host_bytes(),
             moved_bytes=self.engine.take_moved_bytes(),
-            written=tuple(self.written.values()) if adapters is None else written,
+            written=written,
         )
 
     def _adapter_facts(self, key: str) -> AdapterFacts:
@@ -216,9 +221,13 @@ class Machine:
         if adapter in self.held:
             self.engine.drop(adapter)
             del self.held[adapter]
-        self.written.pop(adapter, None)
+        self._forget_written(adapter)
         self.lost.add(adapter)
         self.live = STALE if self.live == adapter else self.live
+
+    def _forget_written(self, adapter: str) -> None:
+        self.written.pop(adapter, None)
+        self.untold.pop(adapter, None)
 
     def _outcome(self, step: Step, result: bytes, error: ErrorInfo | None, untouched: bool, cost_us: int) -> StepOutcome:
         if error is not None:
@@ -421,7 +430,7 @@ class Machine:
         if step.adapter in self.held:
             self.engine.drop(step.adapter)
             del self.held[step.adapter]
-        self.written.pop(step.adapter, None)
+        self._forget_written(step.adapter)
         self.lost.discard(step.adapter)
         return Done(step.adapter)
 

@@ -219,7 +219,7 @@ def clone(machine: Machine) -> Machine:
     """What a step may change is copied, with the disk; copies of adapters are values and are shared."""
     twin = copy.copy(machine)
     twin.held = {adapter: copy.copy(held) for adapter, held in machine.held.items()}
-    twin.lost, twin.written = set(machine.lost), dict(machine.written)
+    twin.lost, twin.written, twin.untold = set(machine.lost), dict(machine.written), dict(machine.untold)
     twin.gate = copy.copy(machine.gate)
     twin.gate.outcomes = machine.gate.outcomes.copy()
     engine = machine.engine
@@ -315,6 +315,7 @@ def _machine_parts(machine: Machine, group: Group, step: dict[int, int], point: 
             for due in engine.writing
         ],
         [(told.adapter, step[told.version], told.error) for told in machine.written.values()],
+        sorted(machine.untold),
         (group.incarnation == point.incarnation, unheard, point.plan is not None and gate.finished == point.plan.after),
     )
 
