@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -61,13 +60,8 @@ def connect_ray(address: str, namespace: str, cpus: float) -> None:
 
 def _own_directory() -> Path:
     """For this process's Ray alone: clusters that share a directory have been seen to end each other when they begin at one time, and Ray's
-    default belongs to whichever user came first. Short, because sockets lie below it. What processes that are gone left is removed."""
-    base = Path(tempfile.gettempdir()) / f"hotdesk-ray-{os.getuid()}"
-    base.mkdir(exist_ok=True)
-    for old in base.iterdir():
-        if not (old.name.isdigit() and Path(f"/proc/{old.name}").exists()):
-            shutil.rmtree(old, ignore_errors=True)
-    return base / str(os.getpid())
+    default belongs to whichever user came first. Short, because sockets lie below it."""
+    return Path(tempfile.gettempdir()) / f"hotdesk-ray-{os.getuid()}" / str(os.getpid())
 
 
 def _take_back_signals() -> None:
