@@ -26,7 +26,6 @@ WATCH_S = 0.5
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     common_arguments(parser)
-    parser.add_argument("--host", help="overrides gateway.host")
     parser.add_argument("--port", type=int, help="overrides gateway.port; 0 for any free one")
 
 
@@ -35,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging(config)
     url = config.redis.url or _endpoint(config)
     gateway = Gateway(config.gateway, url, config.fleet.name, offers(config))
-    bound = _bind(args.host or config.gateway.host, config.gateway.port if args.port is None else args.port)
+    config.data_dir.mkdir(parents=True, exist_ok=True)
+    bound = _bind(config.gateway.host, config.gateway.port if args.port is None else args.port)
     host, port = bound.getsockname()[:2]
     (config.data_dir / "gateway").write_text(f"http://{host}:{port}")
     log.info("gateway_listens", url=f"http://{host}:{port}", keys="any" if config.gateway.any_key else len(config.gateway.keys))
