@@ -149,8 +149,9 @@ class Desk:
         adapter = adapter_of(run.model_id)
         try:
             handle = await self.producer.adapter(adapter)
+            request_id = f"{self.tenant}/{handle.lane}/{handle.next_seq}"
+            await self.catalog.saving(self.tenant, Checkpoint(path_of(run.model_id, WEIGHTS, AT_END), request_id, now_ms()))
             saved = await handle.save_state(AT_END, overwrite=True)
-            await self.catalog.saving(self.tenant, Checkpoint(path_of(run.model_id, WEIGHTS, AT_END), saved.request_id, now_ms()))
             unloaded = await handle.unload()
             await saved
             await self.catalog.saved(self.tenant, saved.request_id, well=True)
