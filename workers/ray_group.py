@@ -8,12 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import signal
 import socket
-import tempfile
-import threading
 import uuid
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -23,52 +19,16 @@ import msgspec
 
 from state.errors import HotdeskError, OperatorError, WorkersLostError
 from state.events import Facts
+from workers import ray_connection
 from workers.contract import Call, Status, StepOutcome
 from workers.group_config import GroupConfig
+from workers.ray_connection import RayError, ray
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-import ray
-from ray.exceptions import RayError
-
+LOOK_S = 2.0  # how often a wait for Ray looks whether Ray lives
 BROKEN_COLLECTIVE = ("DistBackendError", "DistNetworkError", "Timed out waiting", "Connection closed by peer", "Connection reset by peer")
-OBJECT_STORE_BYTES = 128 * 2**20
 _CALL = msgspec.msgpack.Decoder(Call)
 _OUTCOME = msgspec.msgpack.Decoder(StepOutcome)
 _STATUS = msgspec.msgpack.Decoder(Status)
-
-
-def connect_ray(address: str, namespace: str, cpus: float) -> None:
-    """Joins the cluster at `address`, or starts a local one that ends with this process. Blocking; idempotent."""
-    if ray.is_initialized():
-        return
-    common: dict[str, Any] = {"namespace": namespace, "logging_level": "ERROR", "log_to_driver": False}
-    if address:
-        ray.init(address=address, **common)
-    else:
-        ray.init(
-            address="local",
-            num_cpus=max(1, int(cpus + 0.999)),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(_own_directory()),
-            **common,
-        )
-
-
-def _own_directory() -> Path:
-    """For this process's Ray alone: clusters that share a directory have been seen to end each other when they begin at one time, and Ray's
-    default belongs to whichever user came first. Short, because sockets lie below it."""
-    return Path(tempfile.gettempdir()) / f"hotdesk-ray-{os.getuid()}" / str(os.getpid())
-
-
-def _take_back_signals() -> None:
-    """Ray takes SIGTERM for a crash: its handler prints a stack and aborts. Whoever had asked for it before gets it again."""
-    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
-        signal.signal(signal.SIGTERM, handler)
-        signal.siginterrupt(signal.SIGTERM, False)
 
 
 class RankActor:
@@ -115,11 +75,13 @@ class RayGroup:
         self.address, self.namespace = address, namespace
         self.world = config.tp * config.dp
         self.actors: list[Any] = []
+        self.generation = 0
 
     async def start(self, epoch: int) -> Status:
         cpus = self.world * self.config.cpus_per_rank
-        await anyio.to_thread.run_sync(connect_ray, self.address, self.namespace, max(cpus, os.cpu_count() or 1))
-        _take_back_signals()
+        generation = await ray_connection.connect(self.address, self.namespace, max(cpus, os.cpu_count() or 1))
+        if generation != self.generation:
+            self.actors, self.generation = [], generation
         found = await anyio.to_thread.run_sync(self._find) if self.address else False
         if found:
             try:
@@ -153,7 +115,7 @@ class RayGroup:
             self.actors.append(actor.options(**options).remote(incarnation))
         config = msgspec.msgpack.encode(self.config)
         with anyio.move_on_after(self.config.start_timeout_s) as scope:
-            address, port = await self._all([self.actors[0].endpoint.remote()])[0]
+            [(address, port)] = await self._gather([self.actors[0].endpoint.remote()])
             if not self.address:
                 address = "127.0.0.1"
             root = str(self.root)
@@ -175,6 +137,8 @@ class RayGroup:
         )
 
     async def status(self, epoch: int) -> Status:
+        if reason := ray_connection.lost(self.generation):
+            raise WorkersLostError(f"group {self.name!r}: {reason}")
         with anyio.move_on_after(self.config.step_timeout_s):
             answers = [_STATUS.decode(a) for a in await self._gather([actor.status.remote(epoch) for actor in self.actors])]
             if len({answer.incarnation for answer in answers}) != 1:
@@ -213,10 +177,20 @@ class RayGroup:
         return any(self._actor_name(rank) in taken for rank in range(self.world))
 
     async def _gather(self, refs: list[Any]) -> list[Any]:
-        return list(await asyncio.gather(*self._all(refs)))
-
-    def _all(self, refs: list[Any]) -> list[Awaitable[Any]]:
-        return [self._one(ref) for ref in refs]
+        """The ranks' answers. Raises WorkersLostError as soon as one of them died, or the Ray that would tell so."""
+        waiting = [asyncio.ensure_future(self._one(ref)) for ref in refs]
+        try:
+            while True:
+                done, pending = await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_EXCEPTION)
+                for one in done:
+                    one.result()
+                if not pending:
+                    return [one.result() for one in waiting]
+                if reason := ray_connection.lost(self.generation):
+                    raise WorkersLostError(f"group {self.name!r}: {reason}")
+        finally:
+            for one in waiting:
+                one.cancel()
 
     async def _one(self, ref: Any) -> Any:
         try:

@@ -95,6 +95,10 @@ class Running:
     def kill_worker(self) -> None:
         self._kill("ray::RankActor")
 
+    def kill_ray(self) -> None:
+        """Its raylet, alone: the daemon lives, and has to start another Ray."""
+        self._kill("raylet/raylet")
+
     def kill_daemon(self) -> None:
         """And its local Ray with it. Its gateway ends by itself, and the next daemon starts another."""
         os.killpg(self.daemon.pid, signal.SIGKILL)

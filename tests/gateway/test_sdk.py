@@ -64,7 +64,7 @@ def test_tenants_see_what_each_sees_alone_also_when_everything_is_killed_around_
     assert control["losses"][STEPS - 1] < control["losses"][0]
     assert control["losses"] != other["losses"]
     program = begin(running, "tml-cleo", 7)
-    for kill in (running.kill_gateway, running.kill_worker, running.kill_gateway, running.kill_daemon):
+    for kill in (running.kill_gateway, running.kill_worker, running.kill_ray, running.kill_daemon):
         for _ in range(rng.randint(1, 3)):
             assert program.stderr.readline().startswith("step"), "the program ended before everything was killed"
             program.stdin.write("go on\n")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
+import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
@@ -63,4 +67,42 @@ def test_a_killed_rank_is_told_as_lost_workers(portal):
     again = portal.call(made.start, 2)
     assert again.incarnation != first.incarnation
     assert again.facts.adapters == ()
+    portal.call(made.close)
+
+
+def ray_processes() -> dict[str, psutil.Process]:
+    return {child.name(): child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def test_the_local_ray_outlives_the_threads_of_the_pool(portal, monkeypatch):
+    """Linux ends its processes with the thread that began them: seen as a daemon that could start no worker after one had died."""
+    made = RayGroup("kept", group(cpus_per_rank=0.5), fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
+    monkeypatch.setattr("anyio._backends._asyncio.WorkerThread.MAX_IDLE_TIME", 0)
+
+    async def busy() -> None:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(anyio.to_thread.run_sync, time.sleep, 0.1)
+        await anyio.to_thread.run_sync(time.sleep, 0.1)  # ends the other two
+
+    portal.call(made.start, 1)
+    before = ray_processes()
+    portal.call(busy)
+    time.sleep(0.5)
+    assert {"raylet", "gcs_server"} <= set(before)
+    assert ray_processes() == before
+    portal.call(made.close)
+
+
+def test_a_local_ray_of_which_a_part_was_killed_is_started_again(portal):
+    """The raylet is killed in tests/gateway/test_sdk.py, under a whole daemon."""
+    made = RayGroup("again", group(cpus_per_rank=0.5), fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
+    first = portal.call(made.start, 1)
+    ray_processes()["gcs_server"].kill()
+    while "gcs_server" in ray_processes():
+        time.sleep(0.01)
+    with pytest.raises(WorkersLostError, match="local Ray ended"):
+        portal.call(made.status, 1)
+    assert portal.call(made.start, 2).incarnation != first.incarnation
+    Device(lambda call: portal.call(made.apply, call), 2).create("t/a", 1)
     portal.call(made.close)
