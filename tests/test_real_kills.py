@@ -12,18 +12,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 import redis
 
 from scheduler.embedded import EmbeddedServer
 from scheduler.producer import Producer, datum
 from state.requests import CreateAdapter, Forward, Op, OptimStep, Signature, digest_of, encode_body
+from tests.gateway.running import free_port
 from tests.workers.conformance import Device
 
 ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"RAY_AUTH_MODE": "disabled"}  # else Ray's clusters want a token where their user happens to have one
 STEPS = 24
 TENANTS = {"ada": (4, 1), "brook": (8, 2), "cleo": (2, 3)}  # rank, seed
 Answers = list[tuple[str, str]]  # of each step: digest of the forward_backward's result, and of the adapter after the update
@@ -82,38 +87,36 @@ def print_undisturbed() -> None:
 
 
 class Fleet:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, more: str = "", ray_root: int = 0) -> None:
         self.directory = directory
+        self.ray_root = ray_root  # process of the Ray cluster; 0: the daemon's own
         self.config = directory / "kills.toml"
-        self.config.write_text(CONFIG)
+        self.config.write_text(CONFIG + more)
         self.start()
+        self.wait()
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 90
+        while "workers_joined" not in self.log():
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.1)
 
     def start(self) -> None:
         command = [sys.executable, "-m", "ops.cli", "up", "--no-gateway", "--config", str(self.config), "--data-dir", str(self.directory)]
         with open(self.directory / "daemon.log", "ab") as log:
-            self.daemon = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            self.daemon = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True)
 
     def log(self) -> str:
         return (self.directory / "daemon.log").read_text()
 
-    def workers(self) -> list[int]:
-        found = subprocess.run(["pgrep", "-f", "ray::RankActor"], capture_output=True, text=True).stdout.split()
-        return [int(pid) for pid in found if self._ours(int(pid))]
-
-    def _ours(self, pid: int) -> bool:
-        """Ray's workers are the daemon's grandchildren; those of other tests are not."""
-        try:
-            while pid > 1:
-                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-                if pid == self.daemon.pid:
-                    return True
-        except OSError:
-            pass
-        return False
+    def lines(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
 
     def kill_worker(self) -> None:
-        for pid in self.workers()[:1]:
-            os.kill(pid, signal.SIGKILL)
+        """Ray's workers are grandchildren of the daemon, or of the cluster's root; those of other tests are not."""
+        root = psutil.Process(self.ray_root or self.daemon.pid)
+        [worker] = [child for child in root.children(recursive=True) if "".join(child.cmdline()).startswith("ray::RankActor")]
+        worker.kill()
 
     def kill_server(self) -> None:
         with redis.Redis(unix_socket_path=str(EmbeddedServer(self.directory).socket)) as client:
@@ -124,6 +127,15 @@ class Fleet:
         os.killpg(self.daemon.pid, signal.SIGKILL)
         self.daemon.wait()
         self.start()
+
+    def stop(self) -> None:
+        self.daemon.send_signal(signal.SIGTERM)
+        self.daemon.wait(60)
+
+    def verify(self) -> None:
+        command = [sys.executable, "-m", "ops.cli", "replay", "--verify", "--config", str(self.config), "--data-dir", str(self.directory)]
+        verified = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert verified.returncode == 0, verified.stdout
 
 
 async def train(url: str, tenant: str, progress: dict[str, int]) -> Answers:
@@ -140,7 +152,7 @@ async def train(url: str, tenant: str, progress: dict[str, int]) -> Answers:
     return answers
 
 
-async def disturbed(fleet: Fleet, seed: int) -> dict[str, Answers]:
+async def disturbed(fleet: Fleet, seed: int, kills: Sequence[Callable[[], None]]) -> dict[str, Answers]:
     rng = random.Random(seed)
     progress = dict.fromkeys(TENANTS, 0)
     seen: dict[str, Answers] = {}
@@ -149,7 +161,7 @@ async def disturbed(fleet: Fleet, seed: int) -> dict[str, Answers]:
         seen[tenant] = await train(EmbeddedServer(fleet.directory).url, tenant, progress)
 
     async def killers() -> None:
-        for index, kill in enumerate((fleet.kill_worker, fleet.kill_server, fleet.kill_daemon)):
+        for index, kill in enumerate(kills):
             due = rng.randint(2, 5) + 6 * index
             while progress["ada"] < due:
                 await anyio.sleep(0.02)
@@ -164,26 +176,59 @@ async def disturbed(fleet: Fleet, seed: int) -> dict[str, Answers]:
     return seen
 
 
+@pytest.fixture(scope="module")
+def control() -> dict[str, Answers]:
+    return undisturbed()
+
+
 @pytest.mark.timeout(420)
-def test_killing_a_worker_the_server_and_the_daemon_changes_no_bit(short_tmp):
+def test_killing_a_worker_the_server_and_the_daemon_changes_no_bit(short_tmp, control):
     seed = int(os.environ.get("HOTDESK_SEED", time.time_ns() % 100_000))
     print(f"seed {seed}")
-    control = undisturbed()
     fleet = Fleet(short_tmp)
     try:
-        deadline = time.monotonic() + 90
-        while "workers_joined" not in fleet.log():
-            assert time.monotonic() < deadline, fleet.log()
-            time.sleep(0.1)
-        seen = anyio.run(disturbed, fleet, seed)
+        seen = anyio.run(disturbed, fleet, seed, (fleet.kill_worker, fleet.kill_server, fleet.kill_daemon))
         assert seen == control, f"seed {seed}"
         log = fleet.log()
         assert "workers_lost" in log
         assert "server_away" in log
         assert '"epoch": 2' in log
     finally:
-        fleet.daemon.send_signal(signal.SIGTERM)
-        fleet.daemon.wait(60)
-    command = [sys.executable, "-m", "ops.cli", "replay", "--verify", "--config", str(fleet.config), "--data-dir", str(short_tmp)]
-    verified = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert verified.returncode == 0, verified.stdout
+        fleet.stop()
+    fleet.verify()
+
+
+@pytest.mark.timeout(300)
+def test_workers_on_a_cluster_outlive_their_daemon(short_tmp, control):
+    """The next daemon commands the same workers: nothing is restored, nothing is executed again. A killed worker is replaced there too."""
+    seed = int(os.environ.get("HOTDESK_SEED", time.time_ns() % 100_000))
+    print(f"seed {seed}")
+    with cluster(short_tmp) as (address, root):
+        fleet = Fleet(short_tmp, f'[ray]\naddress = "{address}"\n', root)
+        try:
+            seen = anyio.run(disturbed, fleet, seed, (fleet.kill_daemon, fleet.kill_worker, fleet.kill_daemon))
+            assert seen == control, f"seed {seed}"
+            joined = [line["incarnation"] for line in fleet.lines() if line["event"] == "workers_joined"]
+            first, second, third, fourth = joined
+            assert first == second != third == fourth, joined
+        finally:
+            fleet.stop()
+    fleet.verify()
+
+
+@contextmanager
+def cluster(directory: Path) -> Iterator[tuple[str, int]]:
+    """A Ray cluster of one node that belongs to nobody here, as an operator has one: its address and root process."""
+    port = free_port()
+    ray = Path(sys.executable).with_name("ray")
+    command = [ray, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false", "--num-cpus=2"]
+    command += [f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={directory / 'ray'}", f"--object-store-memory={2**27}"]
+    with open(directory / "cluster.log", "wb") as log:
+        started = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True)
+    try:
+        yield f"127.0.0.1:{port}", started.pid
+    finally:
+        for process in psutil.Process(started.pid).children(recursive=True):
+            process.kill()
+        started.kill()
+        started.wait()

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from state.errors import OperatorError
+
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -72,7 +74,13 @@ def _connect(address: str, namespace: str, cpus: float) -> int:
     common: dict[str, Any] = {"namespace": namespace, "logging_level": "ERROR", "log_to_driver": False}
     before = set(psutil.Process().children())
     if address:
-        ray.init(address=address, **common)
+        try:
+            ray.init(address=address, **common)
+        except ConnectionError as error:
+            raise OperatorError(
+                f"ray.address: no Ray cluster answers at {address!r}",
+                way_out="check the address; where the cluster wants a token, start the daemon with RAY_AUTH_MODE=token too",
+            ) from error
     else:
         ray.init(
             address="local",
