@@ -12,7 +12,7 @@ import msgspec
 
 from ops.replay import Verifier
 from ops.simulation import virtual_time
-from ops.simulation.tenants import Answer, Program, alone, ask, program
+from ops.simulation.tenants import Answer, Program, alone, ask, program, sampler
 from ops.simulation.world import LEASE_MS, Crashed, Host, RemoteGroup, SimulatedStore, Workers, World
 from scheduler import state_snapshots
 from scheduler.daemon import Daemon
@@ -97,6 +97,9 @@ def _programs(seed: int, size: Size, rng: random.Random) -> dict[tuple[str, str]
         for adapter in ("poet", "critic")[: rng.choice((1, 1, 2))]:
             length = _drawn(rng.randint(2, 16), size.requests)
             found[f"t{number}", adapter] = program(seed, f"t{number}", adapter, length)
+    own = random.Random(f"{seed}/samplers")
+    if tenants and own.random() < 0.3:
+        found["t0", "voice"] = sampler(seed, "t0", "voice", _drawn(own.randint(2, 12), size.requests))
     return found
 
 

@@ -77,6 +77,15 @@ def program(seed: int, tenant: str, adapter: str, length: int) -> Program:
     return requests
 
 
+def sampler(seed: int, tenant: str, adapter: str, length: int) -> Program:
+    """Of an unordered adapter, loaded once: its later requests run in any order, and each must be answered as if it were the only one."""
+    rng = random.Random(f"{seed}/{tenant}/{adapter}")
+    signature = Signature(rng.randint(1, 8), 8.0, (), rng.randrange(1000))
+    requests: Program = [(Op.CREATE_ADAPTER, CreateAdapter(signature, unordered=True))]
+    requests += [(Op.SAVE_STATE, SaveState("version")), (Op.LOAD_STATE, LoadState("version"))]
+    return requests + [(op, _body(op, number, rng)) for number, op in enumerate(rng.choices((Op.FORWARD, Op.SAMPLE), (1, 4), k=length))]
+
+
 def _body(op: Op, number: int, rng: random.Random) -> msgspec.Struct:
     if op is Op.OPTIM_STEP:
         return OptimStep(learning_rate=rng.random())
@@ -185,6 +194,8 @@ async def ask(producer: Producer, adapter: str, requests: Program, rng: random.R
     """Sends a program through a real producer, some requests ahead of their answers, cancelling some that change nothing."""
     handle = AdapterHandle(producer, adapter, adapter, 0)
     answers: list[Answer] = [Answer(b"", "unanswered")] * len(requests)
+    created = requests[0][1]
+    unordered = isinstance(created, CreateAdapter) and created.unordered
     ahead = anyio.Semaphore(rng.choice((1, 3, 10)))
 
     async def wait(index: int, future: Future[msgspec.Struct]) -> None:
@@ -199,7 +210,8 @@ async def ask(producer: Producer, adapter: str, requests: Program, rng: random.R
             await ahead.acquire()
             future = await handle.send(op, body)
             waiting.start_soon(wait, index, future)
-            if op is Op.CREATE_ADAPTER:  # what comes before it is there would be refused, as it should
+            if op is Op.CREATE_ADAPTER or (unordered and op in (Op.SAVE_STATE, Op.LOAD_STATE)):
+                # what comes before it is there would be refused, as it should; an unordered adapter's requests wait for nothing
                 with contextlib.suppress(HotdeskError):
                     await future
             if op in (Op.FORWARD, Op.SAMPLE) and rng.random() < 0.1:
