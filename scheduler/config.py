@@ -72,6 +72,18 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["auto", "console", "json"] = "auto"
 
 
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An external engine that samples beside a group. `model`: the base model's name there. `patience_s`: how long a sample waits for an
+    engine that is away or busy; `timeout_s`: for one that computes."""
+
+    url: str
+    model: str
+    key: str = ""
+    connections: int = 64
+    timeout_s: float = 600.0
+    patience_s: float = 120.0
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`keys`: tenant -> sha256 of its API key, in hex. `any_key`: every key is a tenant of its own; on a loopback address only."""
 
@@ -85,6 +97,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_kept_s: float = 600.0
     hold_s: float = 25.0
     body_bytes: int = 32 * 2**20
+    engines: dict[str, EngineConfig] = {}  # by group
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -198,6 +211,18 @@ def _check(config: Config) -> None:
         *(
             (f"gateway.{name}", getattr(config.gateway, name) > 0, "must be positive")
             for name in ("lora_alpha", "session_timeout_s", "sampler_idle_s", "answer_kept_s", "hold_s", "body_bytes")
+        ),
+        *(
+            (f"gateway.engines.{name}.{key}", good, why)
+            for name, engine in config.gateway.engines.items()
+            for key, good, why in (
+                ("url", name in config.groups, "there is no such group"),
+                ("url", re.match(r"https?://\S", engine.url) is not None, "must begin with http:// or https://"),
+                ("model", bool(engine.model), "must name the base model"),
+                ("connections", engine.connections >= 1, "must be at least 1"),
+                ("timeout_s", engine.timeout_s > 0, "must be positive"),
+                ("patience_s", engine.patience_s > 0, "must be positive"),
+            )
         ),
         ("gateway.hold_s", config.gateway.hold_s <= 40, "must be at most 40: clients give up after 45 s"),
         *((f"limits.{name}", value > 0, "must be positive") for name, value in msgspec.structs.asdict(config.limits).items()),

@@ -72,6 +72,15 @@ class Sampler(msgspec.Struct, frozen=True):
     path: str = ""
 
 
+class Forwarded(msgspec.Struct, frozen=True):
+    """A sample that an external engine was asked for, outside the log. `body`: of a `Sample`, in msgpack."""
+
+    sampler: Sampler
+    body: bytes
+    last_n: int | None = None
+    ignore_eos: bool = False
+
+
 Record = TypeVar("Record", Session, Run, Checkpoint, Sampler)
 CONNECTIONS = 8
 KINDS: dict[type, str] = {Session: "sessions", Run: "runs", Checkpoint: "checkpoints", Sampler: "samplers"}
@@ -128,6 +137,18 @@ class Catalog:
                 checkpoint = msgspec.json.decode(found, type=Checkpoint)
                 await self.put(tenant, checkpoint.path, checkpoint)
             await _of(self.client.hdel(key, request_id))
+
+    # --- samples outside the log --------------------------------------------------------------------------------------
+
+    async def forwarded(self, tenant: str, short_id: str, asked: Forwarded, kept_s: float) -> Forwarded:
+        """What was asked first under this id. It is forgotten after `kept_s`."""
+        key, body = f"{self.prefix}:{tenant}:{short_id}", msgspec.msgpack.encode(asked)
+        first = await _of(self.client.set(key, body, nx=True, get=True, px=int(1000 * kept_s)))
+        return msgspec.msgpack.decode(first, type=Forwarded) if first is not None else asked
+
+    async def forwarded_as(self, tenant: str, short_id: str) -> Forwarded | None:
+        found = await _of(self.client.get(f"{self.prefix}:{tenant}:{short_id}"))
+        return msgspec.msgpack.decode(found, type=Forwarded) if found is not None else None
 
     # --- who is there -------------------------------------------------------------------------------------------------
 

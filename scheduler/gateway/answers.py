@@ -7,15 +7,15 @@ process did not see begin is recalled from the log.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
-from scheduler.producer import Future, Producer
+from scheduler.producer import Producer
 from state.errors import HotdeskError, RequestError, UnknownRequest
 from state.requests import Op
 
@@ -31,6 +31,15 @@ class Encoded(NamedTuple):
 
 Encode = Callable[[Any], "bytes | dict[str, Any]"]  # a result to protobuf, or to JSON
 Then = Callable[["Exception | None"], Awaitable[None]]  # what follows an outcome before it is told
+
+
+class Outcome(Protocol):
+    """What a request comes to: awaited once, and then how large it was."""
+
+    @property
+    def result_bytes(self) -> int: ...
+
+    def __await__(self) -> Generator[Any, None, Any]: ...
 
 
 class Answer:
@@ -62,21 +71,21 @@ class Answers:
     def get(self, request_id: str) -> Answer | None:
         return self._answers.get(request_id)
 
-    def expect(self, request_id: str, future: Future[Any], encode: Encode, then: Then | None = None) -> Answer:
+    def expect(self, request_id: str, outcome: Outcome, encode: Encode, then: Then | None = None) -> Answer:
         answer = self._answers[request_id] = Answer()
-        self._tasks.start_soon(self._settle, answer, future, encode, then)
+        self._tasks.start_soon(self._settle, answer, outcome, encode, then)
         return answer
 
-    async def _settle(self, answer: Answer, future: Future[Any], encode: Encode, then: Then | None) -> None:
+    async def _settle(self, answer: Answer, outcome: Outcome, encode: Encode, then: Then | None) -> None:
         error: Exception | None = None
         try:
-            result = await future
+            result = await outcome
         except HotdeskError as failure:
             result, error = None, failure
         try:
             if then is not None:
                 await then(error)
-            answer.encoded = failed(error) if error is not None else await _encoded(encode, result, future.result_bytes)
+            answer.encoded = failed(error) if error is not None else await _encoded(encode, result, outcome.result_bytes)
         except Exception as unforeseen:  # a poll must never wait for ever
             answer.encoded = failed(unforeseen)
         answer.ended_at = anyio.current_time()

@@ -26,6 +26,7 @@ from scheduler.config import GatewayConfig
 from scheduler.gateway import translate
 from scheduler.gateway.answers import JSON, LARGE_BYTES
 from scheduler.gateway.desk import INFLIGHT, SAMPLER_WEIGHTS, UNNAMED, WEIGHTS, Desk, LoraConfig, Offer, now_ms, path_of
+from scheduler.gateway.engine import Engine
 from scheduler.producer import Producer
 from state.catalog import Catalog, Checkpoint, Run, Sampler, Session
 from state.errors import (
@@ -58,6 +59,7 @@ class Gateway:
         self.store = RedisLog.connect(url, fleet)
         self._digests = {digest: tenant for tenant, digest in config.keys.items()}
         self._tenants: dict[str, tuple[str, float]] = {}  # key digest -> tenant, and until when that is taken for true
+        self._engines = {group: Engine(engine) for group, engine in config.engines.items()}
         self._desks: dict[str, Desk] = {}
         self._opening: dict[str, anyio.Event] = {}
         self._scopes: dict[str, anyio.CancelScope] = {}
@@ -83,6 +85,8 @@ class Gateway:
             self._tasks.start_soon(self._sweeps)
             yield
             self._tasks.cancel_scope.cancel()
+        for engine in self._engines.values():
+            await engine.close()
         await self.catalog.close()
         await self.store.close()
 
@@ -122,7 +126,7 @@ class Gateway:
             with anyio.CancelScope() as scope:
                 async with Producer.over(self.store, tenant) as producer, anyio.create_task_group() as tasks:
                     self._scopes[tenant] = scope
-                    self._desks[tenant] = Desk(tenant, producer, self.catalog, self.offers, tasks, self.config.answer_kept_s)
+                    self._desks[tenant] = Desk(tenant, producer, self.catalog, self.offers, self._engines, tasks, self.config.answer_kept_s)
                     opened.set()
                     await anyio.sleep_forever()
         finally:

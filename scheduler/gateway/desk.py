@@ -2,7 +2,8 @@
 
 session   an entry in the catalog, and a beat
 model     SESSION:train:N is the adapter and lane SESSION-N; its seq_id k is the seq first_seq + k
-sampler   an unordered adapter of its own, loaded once from a checkpoint: a fixed version, brought back when it is used again
+sampler   a fixed version, loaded once from a checkpoint and brought back when it is used again: an unordered adapter of the group, or an
+          adapter of an external engine (`versions`)
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from anyio.abc import TaskGroup
 
 from scheduler.gateway import translate
 from scheduler.gateway.answers import Answer, Answers, Encode, Then
+from scheduler.gateway.engine import Engine
+from scheduler.gateway.versions import CREATE, FORWARDED, LOAD, Asked, EngineVersions, GroupVersions, Version, Versions
 from scheduler.producer import Producer
 from state.catalog import Catalog, Checkpoint, Run, Sampler, Session
 from state.errors import (
@@ -40,14 +43,12 @@ from state.errors import (
 )
 from state.requests import (
     CreateAdapter,
-    Done,
     LoadState,
     Op,
     SaveResult,
     SaveState,
     SaveWeightsForSampler,
     Signature,
-    Unload,
     is_name,
 )
 
@@ -56,7 +57,6 @@ log = structlog.get_logger("hotdesk.gateway")
 WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 UNNAMED, INFLIGHT = "unnamed.", "inflight."  # checkpoints that were saved for a sampler and given no name
 AT_END = "at-session-end"
-CREATE, LOAD, UNLOAD, FIRST_SAMPLE = 0, 1, 2, 16  # seqs in a sampler's lane
 USED_EVERY_S = 30.0
 REASON_WAIT_S = 3.0
 MOST_SEQUENCES = 4096
@@ -92,23 +92,33 @@ class LoraConfig(msgspec.Struct):
 
 
 class Resident:
-    """A sampler's adapter, while it is being loaded and once it is there."""
+    """A sampler's version, while it is being loaded and once it is there."""
 
     def __init__(self) -> None:
         self.ready = anyio.Event()
-        self.lane = ""
+        self.place = ""
         self.error: HotdeskError | None = None
         self.used_at = 0.0
 
 
 class Desk:
     def __init__(
-        self, tenant: str, producer: Producer, catalog: Catalog, offers: dict[str, Offer], tasks: TaskGroup, kept_s: float = 600.0
+        self,
+        tenant: str,
+        producer: Producer,
+        catalog: Catalog,
+        offers: dict[str, Offer],
+        engines: dict[str, Engine],
+        tasks: TaskGroup,
+        kept_s: float = 600.0,
     ) -> None:
+        """`engines`: by the group beside which they sample."""
         self.tenant, self.producer, self.catalog, self.offers = tenant, producer, catalog, offers
         self.answers = Answers(producer, tasks, kept_s)
         self.used_at = anyio.current_time()
         self._runs: dict[str, Run] = {}
+        self._group_versions = GroupVersions(tenant, producer, catalog, self._ask)
+        self._engines = {group: EngineVersions(tenant, group, engine, catalog, self.answers) for group, engine in engines.items()}
         self._residents: dict[str, Resident] = {}
 
     # --- sessions -----------------------------------------------------------------------------------------------------
@@ -276,9 +286,19 @@ class Desk:
         """None where the tenant has no such request, or its result was given up."""
         request_id = f"{self.tenant}/{short_id}"
         found = self.answers.get(request_id)
+        if found is None and short_id.startswith(FORWARDED):
+            return await self._forward_again(short_id)
         if found is None and short_id.count("/") == 1:
             found = await self.answers.recall(request_id, self.meaning)
         return found
+
+    async def _forward_again(self, short_id: str) -> Answer | None:
+        """What an earlier process was asked for, and did not tell."""
+        versions = self._engines.get(short_id.split(":")[1])
+        asked = await self.catalog.forwarded_as(self.tenant, short_id)
+        if versions is None or asked is None:
+            return None
+        return versions.expect(short_id, await self._resident(asked.sampler), asked)
 
     async def why(self, short_id: str) -> tuple[str, str]:
         """(queue state, reason in words) of a request that has no answer yet."""
@@ -364,7 +384,7 @@ class Desk:
         directory = self._directory(checkpoint)
         if directory is not None:
             await anyio.to_thread.run_sync(partial(shutil.rmtree, directory, ignore_errors=True))
-        await self.release(version_of(path))
+        await self.release(self._name((await self.run(checkpoint.model_id)).base_model, path))
 
     def _directory(self, checkpoint: Checkpoint) -> Path | None:
         """On this host. Every part of it was checked to be a name."""
@@ -423,19 +443,20 @@ class Desk:
         sampler = await self.sampler(request.sampling_session_id)
         identity = f"{request.sampling_session_id}/{request.seq_id}"
         body = translate.sample_body(request, self.offer(sampler.base_model).max_tokens, digest_number(identity, 62))
-        lane = await self._resident(sampler)
-        seq = FIRST_SAMPLE + digest_number(identity, 60)
-        short_id = await self._ask(lane, seq, Op.SAMPLE, body, last_n=request.prompt_logprobs_last_n)
+        ignore_eos = request.sampling_params.stop == []
+        asked = Asked(sampler, digest_number(identity, 60), body, request.prompt_logprobs_last_n, ignore_eos)
+        place = await self._resident(sampler)
+        short_id = await self._versions(self._name(sampler.base_model, sampler.path)).sample(place, asked)
         return short_id, [f"{short_id}/{index}" for index in range(request.num_samples)]
 
     async def _resident(self, sampler: Sampler) -> str:
-        """The lane of the adapter that holds the sampler's version, loaded: nothing is sampled from before. Raises the loading's error."""
-        version = version_of(sampler.path or sampler.base_model)
+        """Where the sampler's version is, loaded: nothing is sampled from before. Raises the loading's error."""
+        version = self._name(sampler.base_model, sampler.path)
         resident = self._residents.get(version)
         if resident is None:
             resident = self._residents[version] = Resident()
             try:
-                resident.lane = await self._bring(version, sampler)
+                resident.place = await self._versions(version).bring(await self._version(sampler))
             except HotdeskError as error:
                 resident.error = error
                 del self._residents[version]
@@ -451,43 +472,32 @@ class Desk:
         if anyio.current_time() - resident.used_at > USED_EVERY_S or not resident.used_at:
             resident.used_at = anyio.current_time()
             await self.catalog.used(self.tenant, version, now_ms())
-        return resident.lane
+        return resident.place
 
-    async def _bring(self, version: str, sampler: Sampler) -> str:
+    async def _version(self, sampler: Sampler) -> Version:
         offer = self.offer(sampler.base_model)
-        signature, load = Signature(1, 1.0, (), 0), None
-        if sampler.path:
-            checkpoint = await self.checkpoint(sampler.path)
-            run = await self.run(checkpoint.model_id)
-            signature, load = Signature(run.rank, offer.alpha, run.targets, run.seed), self._load(checkpoint, optimizer=False)
-        lane = f"{version}:{await self.catalog.generation(self.tenant, version)}"
-        created = await self.producer.send(lane, CREATE, Op.CREATE_ADAPTER, CreateAdapter(signature, offer.group, unordered=True))
-        try:
-            await created
-        except AdapterExists:
-            pass  # brought long ago, and in use since
-        if load is not None:
-            try:
-                loaded = await self.producer.send(lane, LOAD, Op.LOAD_STATE, load)
-                await loaded
-            except HotdeskError:
-                await self._unload(version, lane)
-                raise
-        return lane
+        name = self._name(sampler.base_model, sampler.path)
+        if not sampler.path:
+            return Version(name, offer.group, Signature(1, 1.0, (), 0), None, None)
+        checkpoint = await self.checkpoint(sampler.path)
+        run = await self.run(checkpoint.model_id)
+        signature = Signature(run.rank, offer.alpha, run.targets, run.seed)
+        return Version(name, offer.group, signature, self._load(checkpoint, optimizer=False), self._directory(checkpoint))
 
-    async def release(self, version: str) -> None:
-        """Frees a sampler's adapter; the next use brings it back, where its checkpoint is still there."""
-        self._residents.pop(version, None)
-        await self._unload(version, f"{version}:{await self.catalog.generation(self.tenant, version)}")
+    def _name(self, base_model: str, path: str) -> str:
+        """Of a checkpoint's version, or of a base model, where it is sampled from. An engine's begins with the group it stands beside."""
+        group = self.offer(base_model).group
+        digest = hashlib.sha256((path or base_model).encode()).hexdigest()[:24]
+        return f"{group}@{digest}" if group in self._engines else f"v{digest}"
 
-    async def _unload(self, version: str, lane: str) -> None:
-        try:
-            unloaded: Any = await self.producer.send(lane, UNLOAD, Op.UNLOAD, Unload())
-            done: Done = await unloaded
-            log.info("sampler_freed", tenant=self.tenant, adapter=done.adapter)
-        except (UnknownAdapter, ResultExpired, RequestConflict):
-            pass  # it was not there
-        await self.catalog.free(self.tenant, version)
+    def _versions(self, name: str) -> Versions:
+        group, at, _ = name.partition("@")
+        return self._engines[group] if at and group in self._engines else self._group_versions
+
+    async def release(self, name: str) -> None:
+        """Frees a sampler's version; the next use brings it back, where its checkpoint is still there."""
+        self._residents.pop(name, None)
+        await self._versions(name).release(name)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -524,8 +534,3 @@ def sampler_of(checkpoint: Checkpoint) -> str:
     session_id, _, number = checkpoint.model_id.partition(":train:")
     which = "inflight" if checkpoint.name.startswith(INFLIGHT) else checkpoint.name.removeprefix(UNNAMED)
     return f"{session_id}:sample:{number}.{which}"
-
-
-def version_of(source: str) -> str:
-    """The name of the adapter that holds a checkpoint, or a base model, for sampling."""
-    return f"v{hashlib.sha256(source.encode()).hexdigest()[:24]}"

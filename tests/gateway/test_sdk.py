@@ -8,27 +8,20 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.gateway.running import MEGATRON, ROOT, Running
+from tests.gateway.running import ROOT, Running
 
 STEPS = 14
 ENVIRONMENT = os.environ | {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
 PROGRAM = [sys.executable, "-m", "tests.gateway.train_program"]
 
 
-@pytest.fixture(scope="module")
-def running():
-    with tempfile.TemporaryDirectory(prefix="hd-") as directory:
-        started = Running(Path(directory), MEGATRON)
-        started.wait()
-        yield started
-        code = started.stop()
-        assert code == 0, started.log[-3000:]
+@pytest.fixture
+def running(megatron):
+    return megatron
 
 
 def begin(running: Running, key: str, seed: int) -> subprocess.Popen[str]:

@@ -80,6 +80,7 @@ def test_help_and_version():
         ("[limits]\ndatums = 0\n", "key limits.datums: must be positive"),
         ("[groups.main.model]\nheads = 5\n", "key groups.main.model.hidden_size: must be a multiple"),
         ('[redis]\nurl = "localhost"\n', "key redis.url: must begin with"),
+        ('[gateway.engines.other]\nurl = "http://x"\nmodel = "m"\n', "key gateway.engines.other.url: there is no such group"),
         ("fleet = [", "configuration file"),
     ],
 )
