@@ -46,7 +46,8 @@ T = TypeVar("T")
 
 INBOX = 1024  # inputs that wait for the core; beyond it the readers pause, and the intake keeps the rest
 ROUND = 1024  # most inputs of one round, hence of one commit
-INTAKE_READ = 64  # entries, each up to the body limit
+INBOX_BYTES = 64 * 2**20  # of bodies among them; one read of the intake may lie beyond it
+INTAKE_READ = 64  # entries; fewer where the last ones were large
 INTAKE_BLOCK_MS = 1000
 TICK_S = 0.5
 BODY_CACHE_BYTES = 64 * 2**20
@@ -94,6 +95,8 @@ class Daemon:
         self._plans: dict[str, MemoryObjectSendStream[Dispatch]] = {}
         self._bodies: OrderedDict[str, bytes] = OrderedDict()
         self._body_bytes = 0
+        self._inbox_bytes = 0
+        self._inbox_has_room = anyio.Event()
         self._intake_scope = anyio.CancelScope()
         self._runner_scopes: dict[str, tuple[anyio.CancelScope, str]] = {}
         self._server_away = False
@@ -248,6 +251,8 @@ class Daemon:
                     inputs.append(self._inbox_out.receive_nowait())
                 except anyio.WouldBlock:
                     break
+            self._inbox_bytes -= sum(len(item.body) for item in inputs if isinstance(item, Entry))
+            self._inbox_has_room.set()
             batch = self.core.handle(self.now_ms(), inputs)
             self._remember_bodies(batch.commit, inputs)
             await self._round(batch)
@@ -320,11 +325,20 @@ class Daemon:
 
     async def _read_intake(self) -> None:
         after = "0-0"  # what is in the intake was not taken yet: taken entries are removed with the commit that takes them
+        most = INTAKE_READ
         with self._intake_scope:
             while True:
-                for entry in await self._patiently(partial(self.store.read_intake, after, INTAKE_READ, INTAKE_BLOCK_MS)):
+                entries = await self._patiently(partial(self.store.read_intake, after, most, INTAKE_BLOCK_MS))
+                for entry in entries:
+                    while self._inbox_bytes > INBOX_BYTES:
+                        self._inbox_has_room = anyio.Event()
+                        await self._inbox_has_room.wait()
                     after = entry.intake_id
+                    self._inbox_bytes += len(entry.body)
                     await self._put(entry)
+                if entries:
+                    largest = max(len(entry.body) for entry in entries)
+                    most = max(1, min(INTAKE_READ, INBOX_BYTES // max(1, largest)))
 
     async def _put(self, item: Input) -> None:
         """Without a pause where there is room: what one read of the intake brought, or steps that took no time, share a round and so a

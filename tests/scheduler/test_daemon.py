@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -25,6 +26,7 @@ from state.files import Directory, directory_disk
 from state.fleet import encode
 from state.memory_log import MemoryLog
 from state.redis_log import RedisLog
+from state.requests import Forward, encode_body
 from workers.simulated import SimulatedGroup
 
 pytestmark = pytest.mark.anyio
@@ -395,6 +397,31 @@ async def test_a_producer_may_wait_until_its_request_is_on_disk(server, fleet):
         assert await (await poet.forward(DATA))
         assert (await store.client.info("commandstats"))["cmdstat_waitaof"]["calls"] >= 2
     await store.close()
+
+
+async def test_large_bodies_wait_in_the_intake_while_the_core_is_busy(monkeypatch):
+    """The daemon holds `INBOX_BYTES` of them and one read; without that bound it would hold all."""
+    monkeypatch.setattr("scheduler.daemon.INBOX_BYTES", 200_000)
+    large = [datum([1] * 2000, [2] * 2000)] * 2
+    held, busy = [], True
+
+    async def hold(self, batch):
+        while busy:
+            held.append(made._inbox_bytes)
+            await anyio.sleep(0.01)
+        await Daemon._commit(self, batch)
+
+    async with daemon(MemoryLog()) as made, Producer.over(made.store, "t") as hotdesk:
+        adapter = await hotdesk.create_adapter("a", rank=4)
+        monkeypatch.setattr(made, "_commit", partial(hold, made))
+        futures = [await adapter.forward(large) for _ in range(40)]
+        await anyio.sleep(0.5)
+        size = len(encode_body(Forward(tuple(large))))
+        assert 200_000 < max(held) < 200_000 + 2 * size < 40 * size
+        busy = False
+        for future in futures:
+            await future
+    assert made._inbox_bytes == 0
 
 
 async def test_a_cancelled_request_ends_once(server, fleet):
