@@ -24,7 +24,6 @@ SHAPES = {
     "tp2": {"tp": 2},
     "dp2-bfloat16-overlap": {"dp": 2, "dtype": "bfloat16", "overlap": True, "bucket_size": 3000},
     "dp2-precision-aware": {"dp": 2, "dtype": "bfloat16", "optimizer": "precision_aware_remainders"},
-    "tp2-dp2-overlap": {"tp": 2, "dp": 2, "overlap": True},
 }
 
 
@@ -34,49 +33,81 @@ def portal():
         yield portal
 
 
+def made(name: str, **options: object) -> RayGroup:
+    return RayGroup(name, group(**options), fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
+
+
 @pytest.fixture(scope="module", params=SHAPES)
 def hosted(request, portal):
-    config = group(**SHAPES[request.param], host_slots=192, cpus_per_rank=0.25)
-    made = RayGroup("main", config, fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
-    portal.call(made.start, 1)
-    made.last, made.epoch = 0, 1
-    yield made
-    portal.call(made.close)
+    yield from started(made("main", **SHAPES[request.param], host_slots=192, cpus_per_rank=0.25), portal)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(portal):
+    yield from started(made("main", tp=2, dp=2, overlap=True, host_slots=192, cpus_per_rank=0.25), portal)
+
+
+def started(hosted: RayGroup, portal):
+    portal.call(hosted.start, 1)
+    hosted.last, hosted.epoch = 0, 1
+    yield hosted
+    portal.call(hosted.close)
+
+
+def device_of(hosted: RayGroup, portal):
+    """The actors outlive a test, and with them their epoch, their last step and what is live."""
+    device = Device(lambda call: portal.call(hosted.apply, call), hosted.epoch)
+    device.live = portal.call(hosted.status, hosted.epoch).facts.live
+    device.last = hosted.last
+    yield device
+    hosted.last, hosted.epoch = device.last, device.epoch
 
 
 class TestRayGroup(Conformance):
     @pytest.fixture
     def device(self, hosted, portal):
-        """The actors outlive a test, and with them their epoch, their last step and what is live."""
-        device = Device(lambda call: portal.call(hosted.apply, call), hosted.epoch)
-        device.live = portal.call(hosted.status, hosted.epoch).facts.live
-        device.last = hosted.last
-        yield device
-        hosted.last, hosted.epoch = device.last, device.epoch
+        yield from device_of(hosted, portal)
 
 
-def test_a_killed_rank_is_told_as_lost_workers(portal):
-    made = RayGroup("other", group(dp=2, cpus_per_rank=0.5), fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
-    first = portal.call(made.start, 1)
-    device = Device(lambda call: portal.call(made.apply, call))
-    device.create("t/a", 1)
-    device.swap("t/a")
-    os.kill(ray.get(made.actors[1].pid.remote()), signal.SIGKILL)
-    with pytest.raises(WorkersLostError):
-        device.run("t/a", Op.FORWARD_BACKWARD, batch(1))
-    again = portal.call(made.start, 2)
-    assert again.incarnation != first.incarnation
-    assert again.facts.adapters == ()
-    portal.call(made.close)
+class TestFourRanks:
+    """Both kinds of parallelism at once. Four processes are slow on few cores, so only what shards can break together."""
+
+    @pytest.fixture
+    def device(self, four_ranks, portal):
+        yield from device_of(four_ranks, portal)
+
+    name, control = Conformance.name, Conformance.control
+    test_interleaved_adapters_equal_undisturbed_ones = Conformance.test_interleaved_adapters_equal_undisturbed_ones
+    test_resident_adapters_equal_undisturbed_ones = Conformance.test_resident_adapters_equal_undisturbed_ones
+    test_pending_gradients_survive_the_device_being_given_away = Conformance.test_pending_gradients_survive_the_device_being_given_away
+    test_a_snapshot_restores_pending_gradients_too = Conformance.test_a_snapshot_restores_pending_gradients_too
+    test_sampler_weights_can_be_sampled_as_another_adapter = Conformance.test_sampler_weights_can_be_sampled_as_another_adapter
+
+
+# --- what dies --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fragile(portal):
+    """Started anew by each test that breaks it."""
+    group = made("fragile", dp=2, cpus_per_rank=0.25)
+    group.epoch = 1
+    portal.call(group.start, 1)
+    yield group
+    portal.call(group.close)
+
+
+def start_again(group: RayGroup, portal):
+    group.epoch += 1
+    return portal.call(group.start, group.epoch)
 
 
 def ray_processes() -> dict[str, psutil.Process]:
     return {child.name(): child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
 
 
-def test_the_local_ray_outlives_the_threads_of_the_pool(portal, monkeypatch):
+def test_the_local_ray_outlives_the_threads_of_the_pool(fragile, portal, monkeypatch):
     """Linux ends its processes with the thread that began them: seen as a daemon that could start no worker after one had died."""
-    made = RayGroup("kept", group(cpus_per_rank=0.5), fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
     monkeypatch.setattr("anyio._backends._asyncio.WorkerThread.MAX_IDLE_TIME", 0)
 
     async def busy() -> None:
@@ -85,24 +116,33 @@ def test_the_local_ray_outlives_the_threads_of_the_pool(portal, monkeypatch):
                 tasks.start_soon(anyio.to_thread.run_sync, time.sleep, 0.1)
         await anyio.to_thread.run_sync(time.sleep, 0.1)  # ends the other two
 
-    portal.call(made.start, 1)
     before = ray_processes()
     portal.call(busy)
     time.sleep(0.5)
     assert {"raylet", "gcs_server"} <= set(before)
     assert ray_processes() == before
-    portal.call(made.close)
 
 
-def test_a_local_ray_of_which_a_part_was_killed_is_started_again(portal):
+def test_a_killed_rank_is_told_as_lost_workers(fragile, portal):
+    first = portal.call(fragile.status, fragile.epoch)
+    device = Device(lambda call: portal.call(fragile.apply, call), fragile.epoch)
+    device.create("t/a", 1)
+    device.swap("t/a")
+    os.kill(ray.get(fragile.actors[1].pid.remote()), signal.SIGKILL)
+    with pytest.raises(WorkersLostError):
+        device.run("t/a", Op.FORWARD_BACKWARD, batch(1))
+    again = start_again(fragile, portal)
+    assert again.incarnation != first.incarnation
+    assert again.facts.adapters == ()
+
+
+def test_a_local_ray_of_which_a_part_was_killed_is_started_again(fragile, portal):
     """The raylet is killed in tests/gateway/test_sdk.py, under a whole daemon."""
-    made = RayGroup("again", group(cpus_per_rank=0.5), fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
-    first = portal.call(made.start, 1)
+    first = portal.call(fragile.status, fragile.epoch)
     ray_processes()["gcs_server"].kill()
     while "gcs_server" in ray_processes():
         time.sleep(0.01)
     with pytest.raises(WorkersLostError, match="local Ray ended"):
-        portal.call(made.status, 1)
-    assert portal.call(made.start, 2).incarnation != first.incarnation
-    Device(lambda call: portal.call(made.apply, call), 2).create("t/a", 1)
-    portal.call(made.close)
+        portal.call(fragile.status, fragile.epoch)
+    assert start_again(fragile, portal).incarnation != first.incarnation
+    Device(lambda call: portal.call(fragile.apply, call), fragile.epoch).create("t/a", 1)
