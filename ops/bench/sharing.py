@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -105,11 +106,10 @@ async def measure(url: str, args: argparse.Namespace, vocabulary: int) -> list[d
     rows: list[dict[str, float | str]] = []
     work = Work(args.sequences, args.tokens, vocabulary)
     store = RedisLog.connect(url, FLEET)
-    async with anyio.create_task_group() as tasks:
-        producers = [Producer.connect(url, fleet=FLEET, tenant=f"t{number}") for number in range(args.tenants)]
+    async with AsyncExitStack() as stack:
         adapters = []
-        for number, connection in enumerate(producers):
-            producer = await connection.__aenter__()
+        for number in range(args.tenants):
+            producer = await stack.enter_async_context(Producer.connect(url, fleet=FLEET, tenant=f"t{number}"))
             adapters.append(await producer.create_adapter("poet", rank=RANKS[number % len(RANKS)], seed=number))
         await together(adapters, work, 1, args.ahead)  # what happens at first only is over
         for number in range(args.rounds):
@@ -120,9 +120,6 @@ async def measure(url: str, args: argparse.Namespace, vocabulary: int) -> list[d
                 row = {"round": number, "who": name, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds)}
                 rows.append(row | await where(store, at, seconds))
                 print(rows[-1], file=sys.stderr)
-        for connection in producers:
-            await connection.__aexit__(None, None, None)
-        tasks.cancel_scope.cancel()
     await store.close()
     return rows
 
