@@ -10,12 +10,13 @@ waits with back-off and sends the same commit again; a commit that was applied a
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
 import socket
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ from state.files import Disk
 from state.fleet import encode as encode_fleet
 from state.log import Commit, Entry, Store
 from state.redis_log import is_passing
-from workers.contract import Call, StepOutcome, WorkerGroup
+from workers.contract import Call, StepOutcome, WorkerGroup, under_way
 
 log = structlog.get_logger("hotdesk")
 T = TypeVar("T")
@@ -52,6 +53,7 @@ INTAKE_BLOCK_MS = 1000
 TICK_S = 0.5
 BODY_CACHE_BYTES = 64 * 2**20
 RETRY_FIRST_S, RETRY_MOST_S = 0.05, 5.0
+AHEAD = 2  # calls that a group has at once: one that runs, and one that waits
 HEARTBEAT_S = 2.0  # how often an idle group is asked whether it lives
 HOUSE_EVERY_S = 60.0  # between two snapshots of the state, and what follows them
 HOUSE_EVERY_EVENTS = 200_000  # so that a start folds a tail of seconds, however busy the fleet was
@@ -409,17 +411,25 @@ class Daemon:
             if dispatch.incarnation != incarnation:
                 continue  # planned for workers that are gone
             after = 0
+            ahead: deque[asyncio.Future[StepOutcome]] = deque()
             for step in dispatch.steps:
                 body = await self._body(dispatch.requests.get(step.request_id)) if step.kind is StepKind.EXECUTE else b""
                 if body is None:
                     missing = WorkerFailed(f"the body of {step.request_id} is not beside the log any more")
-                    outcome = StepOutcome(step.id, error=missing.info)
+                    ahead.append(under_way(_at_once(StepOutcome(step.id, error=missing.info))))
                 else:
-                    outcome = await group.apply(Call(self.epoch, step, after, body))
-                if outcome.error is not None and outcome.error.code == StaleEpoch.__name__:
-                    raise error_from(outcome.error)
+                    ahead.append(group.apply(Call(self.epoch, step, after, body)))
                 after = step.id
-                await self._put(Finished(group.name, incarnation, outcome))
+                if len(ahead) == AHEAD:
+                    await self._tell(group, incarnation, ahead.popleft())
+            while ahead:
+                await self._tell(group, incarnation, ahead.popleft())
+
+    async def _tell(self, group: WorkerGroup, incarnation: str, coming: asyncio.Future[StepOutcome]) -> None:
+        outcome = await coming
+        if outcome.error is not None and outcome.error.code == StaleEpoch.__name__:
+            raise error_from(outcome.error)
+        await self._put(Finished(group.name, incarnation, outcome))
 
     async def _body(self, request: Request | None) -> bytes | None:
         """None where it is lost, which must not happen: blobs stay while the log may need them."""
@@ -441,6 +451,10 @@ class Daemon:
         while self._body_bytes > BODY_CACHE_BYTES:
             _, body = self._bodies.popitem(last=False)
             self._body_bytes -= len(body)
+
+
+async def _at_once(outcome: StepOutcome) -> StepOutcome:
+    return outcome
 
 
 def _damaged(name: str, error: Exception) -> None:

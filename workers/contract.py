@@ -7,9 +7,10 @@ with what it observes before it touches a tensor, and a repeated step id gets th
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import msgspec
 
@@ -56,13 +57,23 @@ class WorkerGroup(Protocol):
         """Starts the processes, or finds those that outlived an earlier daemon, and fences older epochs off."""
         ...
 
-    async def apply(self, call: Call) -> StepOutcome: ...
+    def apply(self, call: Call) -> asyncio.Future[StepOutcome]:
+        """Under way from now on, whether or not somebody waits. Calls are carried out one at a time, in the order in which they were made;
+        the next may be made before the last one's outcome is there, so that the workers need not wait for it."""
+        ...
 
     async def status(self, epoch: int) -> Status: ...
 
     async def close(self, kill: bool = False) -> None:
         """Stops what this process started; detached workers stay, unless `kill`: then nothing of them may be left."""
         ...
+
+
+def under_way(work: Coroutine[Any, Any, StepOutcome]) -> asyncio.Future[StepOutcome]:
+    """As `WorkerGroup.apply` promises: what becomes of it may be dropped."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 class Gate:

@@ -20,7 +20,7 @@ import msgspec
 from state.errors import HotdeskError, OperatorError, WorkersLostError
 from state.events import Facts
 from workers import ray_connection
-from workers.contract import Call, Status, StepOutcome
+from workers.contract import Call, Status, StepOutcome, under_way
 from workers.group_config import GroupConfig
 from workers.ray_connection import RayError, ray
 
@@ -127,11 +127,13 @@ class RayGroup:
                 way_out="check that Ray has that many, or lower groups.*.cpus_per_rank; see the Ray logs of the actor",
             )
 
-    async def apply(self, call: Call) -> StepOutcome:
+    def apply(self, call: Call) -> asyncio.Future[StepOutcome]:
         data = msgspec.msgpack.encode(call)
+        return under_way(self._outcome(call, [actor.apply.remote(data) for actor in self.actors]))
+
+    async def _outcome(self, call: Call, refs: list[Any]) -> StepOutcome:
         with anyio.move_on_after(self.config.step_timeout_s):
-            answers = await self._gather([actor.apply.remote(data) for actor in self.actors])
-            return merge([_OUTCOME.decode(answer) for answer in answers])
+            return merge([_OUTCOME.decode(answer) for answer in await self._gather(refs)])
         raise WorkersLostError(
             f"group {self.name!r}: {call.step.op or call.step.kind} {call.step.id} took over {self.config.step_timeout_s:.0f} s"
         )

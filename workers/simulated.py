@@ -7,6 +7,7 @@ real adapter. Device copies and slots are separate values: what is offloaded uns
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import uuid
@@ -35,7 +36,7 @@ from state.requests import (
 )
 from state.residency import ALL_PARTS
 from workers import checkpoints
-from workers.contract import Call, Status, StepOutcome
+from workers.contract import Call, Status, StepOutcome, under_way
 from workers.machine import Machine
 from workers.snapshot_writer import SnapshotWriter
 
@@ -356,6 +357,7 @@ class SimulatedGroup:
         self._be_born()
 
     def _be_born(self) -> None:
+        self.last: asyncio.Future[StepOutcome] | None = None
         self.machine = Machine(SimulatedEngine(self.spec, self.root), guard_pending=self.guard_pending)
         self.incarnation = uuid.uuid4().hex[:12]
         self.dead = False
@@ -365,7 +367,13 @@ class SimulatedGroup:
             self._be_born()
         return await self.status(epoch)
 
-    async def apply(self, call: Call) -> StepOutcome:
+    def apply(self, call: Call) -> asyncio.Future[StepOutcome]:
+        self.last = under_way(self._carry_out(call, self.last if self.sleep else None))
+        return self.last
+
+    async def _carry_out(self, call: Call, before: asyncio.Future[StepOutcome] | None) -> StepOutcome:
+        if before is not None:
+            await asyncio.wait([before])
         self._alive()
         if self.sleep and self.cost_us:
             await anyio.sleep(self.declared(call) / 1e6)

@@ -6,6 +6,7 @@ or stand still for longer than its lease. So every point at which a crash could 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import random
 from collections import Counter
@@ -21,7 +22,7 @@ from state.events import GroupSpec, StepKind
 from state.files import Files
 from state.log import Commit, Entry
 from state.memory_log import MemoryLog
-from workers.contract import Call, Status, StepOutcome
+from workers.contract import Call, Status, StepOutcome, under_way
 from workers.machine import Machine
 from workers.simulated import SimulatedDisk, SimulatedEngine
 
@@ -274,6 +275,7 @@ class RemoteGroup:
         self.host, self.world, self.workers, self.attached = host, host.world, workers, attached
         self.name = workers.name
         self.incarnation = ""
+        self.last: asyncio.Future[StepOutcome] | None = None
 
     async def start(self, epoch: int) -> Status:
         await self.host.point()
@@ -283,20 +285,31 @@ class RemoteGroup:
         self.incarnation = self.workers.incarnation
         return await self.status(epoch)
 
-    async def apply(self, call: Call) -> StepOutcome:
+    def apply(self, call: Call) -> asyncio.Future[StepOutcome]:
+        """On its way from now on, whether or not its daemon lives to hear the outcome."""
+        self.last = under_way(self._carry_out(call, self.incarnation, self.last))
+        return under_way(self._hear(self.last))
+
+    async def _hear(self, coming: asyncio.Future[StepOutcome]) -> StepOutcome:
         await self.host.point()
+        outcome = await asyncio.shield(coming)
         await self.world.latency()
+        self.workers.check(self.incarnation)
+        await self.host.point()
+        return outcome
+
+    async def _carry_out(self, call: Call, incarnation: str, before: asyncio.Future[StepOutcome] | None) -> StepOutcome:
+        await self.world.latency()
+        if before is not None:
+            await asyncio.wait([before])
         if self.world.strikes("workers_slow"):
             await anyio.sleep(self.world.random.random() * 10)
         if self.world.strikes("workers_die_before"):
             self.workers.die()
-        self.workers.check(self.incarnation)
+        self.workers.check(incarnation)
         outcome = self.workers.machine.apply(call)
         if self.world.strikes("workers_die_after"):
             self.workers.die()
-        await self.world.latency()
-        self.workers.check(self.incarnation)
-        await self.host.point()
         return msgspec.structs.replace(outcome, cost_us=COST_US.get(call.step.kind, 1000))
 
     async def status(self, epoch: int) -> Status:

@@ -448,11 +448,11 @@ async def test_every_step_is_in_the_log_before_a_worker_sees_it():
     unlogged = []
 
     class Suspicious(SimulatedGroup):
-        async def apply(self, call):
+        def apply(self, call):
             logged = [decode(data) for _, data in store.events]
             if not any(isinstance(e, StepStarted) and e.step == call.step for e in logged):
                 unlogged.append(call.step)
-            return await super().apply(call)
+            return super().apply(call)
 
     async with daemon(store, group=Suspicious("main")), Producer.over(store, "ada") as hotdesk:
         await train(await hotdesk.create_adapter("poet", rank=4), 2)
