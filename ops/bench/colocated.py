@@ -74,7 +74,7 @@ async def told(url: str) -> dict[str, object]:
     await store.close()
     half = (created + len(devices)) // 2
     return {
-        "steps": dict(sorted(counts.items())),
+        "steps": {str(kind): count for kind, count in sorted(counts.items())},
         "device_bytes": [min(devices[half:]), max(devices[half:])],
         "host_bytes": [min(hosts[half:]), max(hosts[half:])],
         "workers_lost": lost,
