@@ -25,6 +25,7 @@ COMMANDS = {
     "log": ("ops.show_log", "print the event log, filtered, followed, or as JSON"),
     "simulate": ("ops.simulate", "seeded fleets in which everything fails: a soak of the scheduler, without a model"),
     "why": ("ops.why", "where all of a request's time went, and who caused it"),
+    "trace": ("ops.trace", "write the fleet's time as a file for Perfetto"),
     "replay": ("ops.replay", "rebuild the state at any id or time; check every recorded decision"),
 }
 

@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def _read(args: argparse.Namespace) -> Account:
     if args.segments:
-        return await explain(args.request, _decoded(history(segments(args.segments))))
+        return await explain(args.request, decoded(history(segments(args.segments))))
     async with open_history(configuration(args)) as log:
-        return await explain(args.request, _decoded(history(log)))
+        return await explain(args.request, decoded(history(log)))
 
 
-async def _decoded(events: AsyncIterable[tuple[int, bytes]]) -> AsyncIterable[tuple[int, Event]]:
+async def decoded(events: AsyncIterable[tuple[int, bytes]]) -> AsyncIterable[tuple[int, Event]]:
     async for log_id, data in events:
         yield log_id, decode(data)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from ops.cli import main
 from ops.model import Recorded, jain, predicted
+from ops.trace import GROUPS, TENANTS, spans_of
 from ops.why import RUNNING, explain
 from scheduler.core import Finished, Lost
 from state import log_id as ids
 from state.errors import UnknownRequest
-from state.events import RequestAccepted, Settings, StepFinished, StepStarted
+from state.events import RequestAccepted, Settings, StepFailed, StepFinished, StepStarted
 from state.events import decode as decode_event
 from state.fleet import Fleet, apply
 from state.requests import Op, OptimStep
@@ -161,3 +165,33 @@ def test_from_the_command_line(recorded, capsys):
     assert "round_robin (recorded)" in capsys.readouterr().out
     assert main(["replay", "--segments", recorded, "--policy", "best"]) == 2
     assert "no such policy" in capsys.readouterr().err
+
+
+# --- trace ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_trace_shows_every_step_and_every_request_once():
+    bench = fleet_under("round_robin")
+    spans = await spans_of(stream(events(bench)))
+    told = [event for _, event in events(bench)]
+    steps = [span for span in spans if span["pid"] == GROUPS and span["ph"] == "X"]
+    assert len(steps) == sum(isinstance(event, StepFinished | StepFailed) for event in told)
+    assert sum(span["dur"] for span in steps) == sum(event.cost_us for event in told if isinstance(event, StepFinished | StepFailed))
+    for one, following in itertools.pairwise(steps):
+        assert one["ts"] + one["dur"] <= following["ts"], "steps of one group overlap"
+    requests = {span["args"]["request"]: span for span in spans if span["pid"] == TENANTS}
+    assert set(requests) == {event.request.request_id for event in told if isinstance(event, RequestAccepted)}
+    for request_id, span in requests.items():
+        account = await explain(request_id, stream(events(bench)))
+        assert (span["dur"], span["args"]["status"]) == (1000 * account.total_ms, account.status)
+
+
+def test_a_trace_file_has_a_name_for_every_row(recorded, tmp_path, capsys):
+    out = tmp_path / "deep" / "trace.json"
+    assert main(["trace", "--segments", str(recorded), "--last", "0", "--out", str(out)]) == 0
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+    found = json.loads(out.read_bytes())["traceEvents"]
+    named = {(event["pid"], event.get("tid")) for event in found if event["ph"] == "M"}
+    assert {(event["pid"], event["tid"]) for event in found if event["ph"] != "M"} <= named
+    begun = Counter(event["id"] for event in found if event["ph"] == "b")
+    assert begun == Counter(event["id"] for event in found if event["ph"] == "e")
