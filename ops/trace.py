@@ -81,7 +81,7 @@ async def spans_of(events: AsyncIterable[tuple[int, Event]]) -> list[Span]:
             case StepStarted(group=group, step=step):
                 steps[group, step.id] = step
             case StepFinished(group=group, step_id=step_id) | StepFailed(group=group, step_id=step_id):
-                step = steps.pop((group, step_id), None) or Step(step_id, StepKind.EXECUTE)
+                step = steps.pop((group, step_id), Step(step_id, StepKind.EXECUTE))
                 began = max(free_at.get(group, 0), at - event.cost_us)
                 free_at[group] = began + event.cost_us
                 spans.append(_step(group, step, began, event))
