@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from ops import metrics
 from ops.cli import common_arguments
 from ops.fleet import adapters_root, configuration
 from ops.supervised import Supervised, beside
@@ -69,6 +70,8 @@ async def _serve(config: Config, url: str, server: EmbeddedServer | None, gatewa
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_announce, daemon, config, url)
+            if config.metrics.port:
+                tasks.start_soon(metrics.serve, daemon, config.metrics)
             if server is not None:
                 tasks.start_soon(_supervise, server)
             if gateway is not None:

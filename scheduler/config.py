@@ -72,6 +72,13 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["auto", "console", "json"] = "auto"
 
 
+class MetricsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prometheus metrics of the daemon. `port` 0: none."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An external engine that samples beside a group. `model`: the base model's name there. `patience_s`: how long a sample waits for an
     engine that is away or busy; `timeout_s`: for one that computes."""
@@ -107,6 +114,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: PolicyConfig = PolicyConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
     gateway: GatewayConfig = GatewayConfig()
     groups: dict[str, GroupConfig] = msgspec.field(default_factory=lambda: {"main": GroupConfig()})
 
@@ -140,7 +148,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_FROM_ENVIRONMENT = ("fleet", "redis", "ray", "policy", "limits", "log", "gateway")
+_FROM_ENVIRONMENT = ("fleet", "redis", "ray", "policy", "limits", "log", "metrics", "gateway")
 
 
 def load(path: Path | None, environment: Mapping[str, str] = os.environ) -> Config:
@@ -198,6 +206,7 @@ def _check(config: Config) -> None:
             "must begin with redis://, rediss:// or unix://",
         ),
         ("groups", bool(config.groups), "needs at least one group"),
+        ("metrics.port", 0 <= config.metrics.port < 65536, "is no port"),
         ("gateway.port", 0 <= config.gateway.port < 65536, "is no port"),
         (
             "gateway.any_key",

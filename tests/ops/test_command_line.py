@@ -8,15 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
 
+from ops.metrics import REFRESH_S
 from scheduler.embedded import EmbeddedServer
+from tests.gateway.running import free_port
 
 ROOT = Path(__file__).parents[2]
-SIMULATED = '[groups.main]\nbackend = "simulated"\n'
+SIMULATED = '[groups.main]\nbackend = "simulated"\n[metrics]\nport = {port}\n'
 
 
 def hotdesk(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -26,7 +30,7 @@ def hotdesk(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "hotdesk.toml"
-    path.write_text(SIMULATED)
+    path.write_text(SIMULATED.format(port=free_port()))
     return path
 
 
@@ -116,6 +120,12 @@ def test_submit_status_log_and_replay_on_a_running_fleet_and_after_it(up, short_
     status = hotdesk("status", *up.where).stdout
     assert "ada/poet" in status
     assert "live" in status
+    port = tomllib.loads(Path(up.where[1]).read_text())["metrics"]["port"]
+    time.sleep(2 * REFRESH_S)
+    told = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+    assert "hotdesk_leading 1.0" in told
+    assert 'hotdesk_requests_total{status="completed",tenant="ada"} 2.0' in told
+    assert 'hotdesk_adapters{group="main",residency="live"} 1.0' in told
     assert up.stop() == 0
     lines = hotdesk("log", *up.where, "--json").stdout.splitlines()
     kinds = [json.loads(line)["event"]["type"].partition("/")[0] for line in lines]
