@@ -212,8 +212,10 @@ class Recorded:
         self.groups: dict[str, GroupSpec] = {}
         self.arrivals: list[tuple[int, RequestAccepted]] = []
         self.costs_us: dict[str, int] = {}  # of each request's own step
+        self.samples: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # by operation: (tokens, microseconds)
         self.kinds: defaultdict[str, list[int]] = defaultdict(list)  # of other steps, by kind
         steps: dict[tuple[str, int], Step] = {}
+        work: dict[str, int] = {}
         ended: set[str] = set()
         for log_id, event in events:
             if isinstance(event, LeaderElected):
@@ -222,19 +224,22 @@ class Recorded:
                 self.groups[event.group] = event.spec
             elif isinstance(event, RequestAccepted):
                 self.arrivals.append((ids.ms_of(log_id), event))
+                work[event.request.request_id] = event.request.work
             elif isinstance(event, RequestFailed | RequestCancelled):
                 ended.add(event.request_id)
             elif isinstance(event, StepStarted):
                 steps[event.group, event.step.id] = event.step
             elif isinstance(event, StepFinished):
-                self._measured(steps.pop((event.group, event.step_id)), event.cost_us)
+                step = steps.pop((event.group, event.step_id))
+                self._measured(step, event.cost_us, work.get(step.request_id, 0))
         self.arrivals = [(at, event) for at, event in self.arrivals if event.request.request_id not in ended]
 
-    def _measured(self, step: Step, cost_us: int) -> None:
+    def _measured(self, step: Step, cost_us: int, work: int) -> None:
         if step.kind is not StepKind.EXECUTE:
             self.kinds[step.kind].append(cost_us)
         elif not step.redo:
             self.costs_us[step.request_id] = cost_us
+            self.samples[step.op].append((work, cost_us))
 
     def cost(self, step: Step, work: int) -> int:
         """Its own measured cost for a request; the mean of its kind for any other step, the mean of all switches for a kind never seen."""
@@ -261,3 +266,37 @@ class Recorded:
 
 def _with(event: RequestAccepted, request: Request) -> RequestAccepted:
     return msgspec.structs.replace(event, request=request)
+
+
+class Fitted:
+    """Costs for work that was never recorded: of an operation, least squares over its tokens; of any other step, the mean of its kind."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.lines = {op: _line(samples) for op, samples in recorded.samples.items()}
+        self.means = {kind: sum(costs) / len(costs) for kind, costs in recorded.kinds.items()}
+        self.counts = {op: len(samples) for op, samples in recorded.samples.items()}
+        self.counts |= {kind: len(costs) for kind, costs in recorded.kinds.items()}
+        self._any = sum(self.means.values()) / max(1, len(self.means))
+
+    def __call__(self, step: Step, work: int) -> int:
+        if step.kind is not StepKind.EXECUTE:
+            return math.ceil(self.means.get(step.kind, self._any))
+        fixed_us, token_us, _ = self.lines.get(step.op, (self._any, 0.0, 0.0))
+        return math.ceil(fixed_us + token_us * work)
+
+    def rows(self) -> list[list[str]]:
+        """[what, fixed us, us a token, samples, mean relative error of the fit]."""
+        lines = [[op, f"{a:.0f}", f"{b:.2f}", str(self.counts[op]), f"{100 * e:.0f} %"] for op, (a, b, e) in self.lines.items()]
+        return lines + [[str(kind), f"{mean:.0f}", "0", str(self.counts[kind]), ""] for kind, mean in self.means.items()]
+
+
+def _line(samples: list[tuple[int, int]]) -> tuple[float, float, float]:
+    """(fixed, a token, mean relative error); neither part is negative."""
+    count = len(samples)
+    mean_work, mean_us = sum(work for work, _ in samples) / count, sum(cost for _, cost in samples) / count
+    spread = sum((work - mean_work) ** 2 for work, _ in samples)
+    slope = sum((work - mean_work) * (cost - mean_us) for work, cost in samples) / spread if spread else 0.0
+    slope = min(max(slope, 0.0), mean_us / mean_work if mean_work else 0.0)
+    fixed = mean_us - slope * mean_work
+    error = sum(abs(fixed + slope * work - cost) / max(1, cost) for work, cost in samples) / count
+    return fixed, slope, error
