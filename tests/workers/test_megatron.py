@@ -7,6 +7,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from scheduler.producer import values
 from state.errors import OutOfMemory, UnknownLayout
@@ -17,6 +18,7 @@ from tests.harness import float32, int32, sequence
 from tests.workers.conformance import Conformance, Device, batch, code
 from tests.workers.megatron_rank import RECIPE_NAMES as RECIPES
 from tests.workers.megatron_rank import group, rank
+from workers.megatron.sampler import _drawn
 
 LAYOUTS = [("distributed", "float32"), ("plain", "float32"), ("plain_fused", "float32"), ("distributed_fused", "float32")]
 LAYOUTS += [(name, "bfloat16") for name in RECIPES]
@@ -184,6 +186,17 @@ def test_the_sampler_agrees_with_the_trainer_and_obeys_its_parameters(device):
     assert greedy.stop_reason == "length"
     assert (values(greedy.logprobs) <= 0).all()
     device.take_back("t/a")
+
+
+def test_draws_follow_the_distribution_and_never_leave_it():
+    """Every hundredth of the way through [0, 1) falls into the token that has that part of the whole; its ends too."""
+    probabilities = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    drawn = [_drawn(probabilities, hundredth / 100) for hundredth in range(100)]
+    assert {token: drawn.count(token) for token in set(drawn)} == {1: 25, 3: 50, 4: 25}
+    assert _drawn(probabilities, math.nextafter(1.0, 0.0)) == 4
+    assert _drawn(probabilities, 0.0) == 1
+    uneven = torch.softmax(torch.linspace(0, 3, 1000), 0)
+    assert _drawn(uneven, math.nextafter(1.0, 0.0)) == 999
 
 
 def test_a_damaged_or_partial_checkpoint_is_refused_and_the_adapter_stays_as_it_was(hosted, device, tmp_path):

@@ -108,7 +108,14 @@ def _choose(logits: torch.Tensor, request: Sample, generator: torch.Generator) -
         ordered, order = probabilities.sort(descending=True, stable=True)
         outside = ordered.cumsum(0) - ordered >= request.top_p
         probabilities = probabilities.index_fill(0, order[outside], 0.0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    return _drawn(probabilities, float(torch.rand((), generator=generator, dtype=torch.float64)))
+
+
+def _drawn(probabilities: torch.Tensor, uniform: float) -> int:
+    """By the inverse of the cumulative distribution: one number is drawn, not one a token. `uniform` in [0, 1)."""
+    cumulative = probabilities.double().cumsum(0)
+    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    return min(index, int(probabilities.nonzero()[-1])) if index == len(probabilities) else index
 
 
 def _stops(tokens: list[int], stop: tuple[tuple[int, ...], ...]) -> bool:
