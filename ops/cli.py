@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": ("ops.demo", "three tenants train and sample on one colocated group, replayed and checked"),
     "submit": ("ops.submit", "send one request as a tenant and print its result"),
     "status": ("ops.status", "what is true now: leader, groups, adapters, tenants"),
+    "top": ("ops.status", "status, again every second"),
     "log": ("ops.show_log", "print the event log, filtered, followed, or as JSON"),
     "simulate": ("ops.simulate", "seeded fleets in which everything fails: a soak of the scheduler, without a model"),
     "why": ("ops.why", "where all of a request's time went, and who caused it"),

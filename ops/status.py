@@ -1,8 +1,9 @@
-"""`hotdesk status`: the fold of the log, as tables."""
+"""`hotdesk status`: the fold of the log, as tables. `hotdesk top`: the same again and again, as events come."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 import anyio
@@ -15,25 +16,43 @@ from scheduler import state_snapshots
 from scheduler.config import Config
 from state import log_id as ids
 from state.archive import Archive, History
+from state.errors import ConfigError
+from state.events import decode
 from state.files import Directory
-from state.fleet import Fleet
+from state.fleet import Fleet, apply
+
+TOP_S = 1.0
+READ_EVENTS = 1000
+CLEAR = "\x1b[H\x1b[2J"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     common_arguments(parser)
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="again and again, until interrupted (top: 1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    anyio.run(_run, configuration(args))
+    every_s = args.every if args.every is not None else TOP_S if args.command == "top" else 0.0
+    if every_s < 0:
+        raise ConfigError(f"--every {every_s} is negative")
+    anyio.run(_run, configuration(args), every_s)
     return 0
 
 
-async def _run(config: Config) -> None:
+async def _run(config: Config, every_s: float) -> None:
     async with open_store(config) as store:
-        leader = await store.leader()
         history = History(Archive(Directory(config.data_dir / "archive")), store)
         fleet, _ = await state_snapshots.load_fleet(Directory(config.data_dir / "snapshots"), history)
-    print(render(config.fleet.name, fleet, leader))
+        while True:
+            if every_s and sys.stdout.isatty():
+                print(CLEAR, end="")
+            print(render(config.fleet.name, fleet, await store.leader()), flush=True)
+            if not every_s:
+                return
+            await anyio.sleep(every_s)
+            while events := await history.read(fleet.log_id, READ_EVENTS):
+                for log_id, data in events:
+                    apply(fleet, log_id, decode(data))
 
 
 def render(name: str, fleet: Fleet, leader: str) -> str:

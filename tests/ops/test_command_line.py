@@ -126,6 +126,11 @@ def test_submit_status_log_and_replay_on_a_running_fleet_and_after_it(up, short_
     assert "hotdesk_leading 1.0" in told
     assert 'hotdesk_requests_total{status="completed",tenant="ada"} 2.0' in told
     assert 'hotdesk_adapters{group="main",residency="live"} 1.0' in told
+    with subprocess.Popen([sys.executable, "-m", "ops.cli", "top", *up.where, "--every", "0.2"], cwd=ROOT, stdout=subprocess.PIPE) as top:
+        seen = [top.stdout.readline() for _ in range(60)]
+        top.send_signal(signal.SIGINT)
+        assert top.wait(20) == 130
+    assert sum(line.startswith(b"fleet hotdesk: led by") for line in seen) > 1
     assert up.stop() == 0
     lines = hotdesk("log", *up.where, "--json").stdout.splitlines()
     kinds = [json.loads(line)["event"]["type"].partition("/")[0] for line in lines]
