@@ -191,8 +191,8 @@ class RayGroup:
                 if reason := ray_connection.lost(self.generation):
                     raise WorkersLostError(f"group {self.name!r}: {reason}")
         finally:
-            for one in waiting:
-                one.cancel()
+            for one in waiting:  # and nobody else will look at what became of them
+                _ = one.cancel() or one.cancelled() or one.exception()
 
     async def _one(self, ref: Any) -> Any:
         try:

@@ -382,9 +382,11 @@ class Desk:
         checkpoint = await self.checkpoint(path)
         await self.catalog.drop(self.tenant, Checkpoint, path)
         directory = self._directory(checkpoint)
-        if directory is not None:
-            await anyio.to_thread.run_sync(partial(shutil.rmtree, directory, ignore_errors=True))
-        await self.release(self._name((await self.run(checkpoint.model_id)).base_model, path))
+        try:  # while its samples run, an engine that is started again may still have to load it
+            await self.release(self._name((await self.run(checkpoint.model_id)).base_model, path))
+        finally:
+            if directory is not None:
+                await anyio.to_thread.run_sync(partial(shutil.rmtree, directory, ignore_errors=True))
 
     def _directory(self, checkpoint: Checkpoint) -> Path | None:
         """On this host. Every part of it was checked to be a name."""

@@ -83,6 +83,9 @@ class Engine:
             self._valid.add(path)
         while (draining := self._drained.get(name)) is not None:
             await draining.wait()
+        await self._load(name, path)
+
+    async def _load(self, name: str, path: Path) -> None:
         answer = await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         if answer.status_code != 200 and "already been loaded" not in answer.text:
             raise WorkerFailed(f"the engine did not load {name!r}: {answer.text[:WORDS]}", way_out="see the engine's log")
@@ -101,10 +104,11 @@ class Engine:
             answer = await self._post("/v1/unload_lora_adapter", {"lora_name": name})
             if answer.status_code not in (200, 404):
                 raise WorkerFailed(f"the engine did not unload {name!r}: {answer.text[:WORDS]}")
-            self._paths.pop(name, None)
+            self._valid.discard(self._paths.pop(name, Path()))
         finally:
             del self._drained[name]
-            del self._running[name]
+            if not self._running[name]:
+                del self._running[name]
             drained.set()
 
     async def sample(self, name: str, asked: Sample, *, ignore_eos: bool = False) -> SampleResult:
@@ -114,7 +118,7 @@ class Engine:
             answer = await self._post("/v1/completions", self._completion(name, asked, ignore_eos))
             if answer.status_code == 404 and name in self._paths:
                 log.warning("engine_forgot", adapter=name, detail="loaded again")
-                await self.load(name, self._paths[name])
+                await self._load(name, self._paths[name])  # not behind an unloading that waits for this very sample
                 answer = await self._post("/v1/completions", self._completion(name, asked, ignore_eos))
         finally:
             self._running[name] -= 1

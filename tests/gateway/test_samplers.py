@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import anyio.to_thread
@@ -298,11 +299,29 @@ def test_a_damaged_export_is_refused_before_the_engine_sees_it(megatron, with_en
     assert "BadCheckpoint" in refused.text
 
 
+def test_an_adapter_that_is_unloaded_while_its_engine_starts_again_keeps_nobody_waiting(with_engine, at_engine):
+    """The sample loads it again, and the unloading waits for the sample, not each for the other."""
+    path, sampler = named(at_engine, "both")
+    at_engine.ask(1, [5, 9, 3], sampler)
+    with_engine.standin(delay_s=1.0)
+    running = at_engine.send(2, [5, 9, 3], sampler).json()["request_id"]
+    time.sleep(0.3)
+    with_engine.engine.kill()
+    with ThreadPoolExecutor(1) as beside:  # the answer comes once the adapter is unloaded
+        deleted = beside.submit(delete, at_engine, path)
+        time.sleep(0.3)
+        with_engine.engine.start()
+        deleted.result(30)
+    assert len(tokens_of(at_engine.response(running))) == 6
+
+
 @pytest.mark.parametrize(("forgetful", "left"), [(False, ["0 run", "sampled"]), (True, ["1 run", "lost"])])
 def test_what_draining_is_for(with_engine, at_engine, forgetful, left):
     """The engine's client by itself; one that forgets what runs unloads under a sample, and that is seen."""
     ends = []
-    [name] = sorted(with_engine.standin()["adapters"])[-1:]
+    others = set(with_engine.standin()["adapters"])
+    at_engine.ask(1, [5, 9, 3])
+    [name] = set(with_engine.standin()["adapters"]) - others
     asked = Sample(Tensor("int32", (1,), np.asarray([5], "<i4").tobytes()), max_tokens=2)
     before = len(with_engine.standin(delay_s=1.0)["seen"])
 
