@@ -17,6 +17,7 @@ from scheduler.config import Config
 
 log = structlog.get_logger("hotdesk")
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
+LASTED_S = 60.0  # whoever lived so long did not die of how it was started
 
 
 @contextlib.contextmanager
@@ -38,19 +39,21 @@ class Supervised:
     def __init__(self, command: list[str]) -> None:
         self.command = command
         self.process: subprocess.Popen[bytes] | None = None
-        self.pause_s, self._again_at = FIRST_PAUSE_S, 0.0
+        self.pause_s, self._again_at, self._began = FIRST_PAUSE_S, 0.0, 0.0
 
     def keep_alive(self) -> None:
         if self.process is not None and self.process.poll() is None:
             return
         if self.process is not None:
             if not self._again_at:
+                if time.monotonic() - self._began >= LASTED_S:
+                    self.pause_s = FIRST_PAUSE_S
                 log.warning("gateway_ended", exit_code=self.process.returncode, again_in_s=self.pause_s)
                 self._again_at = time.monotonic() + self.pause_s
                 self.pause_s = min(2 * self.pause_s, MOST_PAUSE_S)
             if time.monotonic() < self._again_at:
                 return
-        self._again_at = 0.0
+        self._again_at, self._began = 0.0, time.monotonic()
         # In a session of its own: an interrupt at the terminal is for the daemon, which stops it last.
         self.process = subprocess.Popen(self.command, start_new_session=True, env=os.environ | {"HOTDESK_PARENT": str(os.getpid())})
 
