@@ -3,10 +3,16 @@
 set -euo pipefail
 EXTRAS=megatron,test
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-if [ "$#" -eq 0 ]; then
-    "$PYTHON" -m ruff check .
-    "$PYTHON" -m ruff format --check .
-    "$PYTHON" -m mypy
-    set -- tests
+if [ "$#" -gt 0 ]; then
+    exec "$PYTHON" -m pytest "$@"
 fi
-exec "$PYTHON" -m pytest "$@"
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
+# What only computes, on all cores; then what starts processes of its own or uses all cores itself, one after the other.
+COMPUTING=(tests/workers/test_megatron.py tests/workers/test_colocated.py tests/workers/test_sensitivity.py tests/simulation/test_every_state.py
+    tests/golden tests/state tests/scheduler/test_core.py tests/scheduler/test_fairness.py)
+status=0
+"$PYTHON" -m pytest -n auto --maxprocesses 8 "${COMPUTING[@]}" || status=$?
+"$PYTHON" -m pytest tests "${COMPUTING[@]/#/--ignore=}" || status=$?
+exit "$status"

@@ -47,6 +47,17 @@ for kind in (events.StepFinished, events.WorkersLost, events.WorkersJoined):
     fleet._HANDLERS[kind] = RECORDING.while_folding(fleet._HANDLERS[kind])
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # one of several processes: the first one tells
+        session.config.workeroutput["edges"] = [f"{where} {move}" for where, move in RECORDING.taken]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    told = set(getattr(node, "workeroutput", {}).get("edges", ()))
+    RECORDING.taken |= {(where, move) for where, move in RECORDING if f"{where} {move}" in told}
+
+
 def pytest_terminal_summary(terminalreporter):
     never = [f"{where} --{move}--> {to}" for (where, move), to in RECORDING.items() if (where, move) not in RECORDING.taken]
     terminalreporter.section("residency machine")
