@@ -1,11 +1,12 @@
 """Prometheus metrics of a daemon: the fold's own counters. A restart resets none of them, and a new leader goes on where the last one was.
 
-They are computed on the daemon's loop once a second and served by a thread of their own, so that a scrape neither waits for the scheduler
-nor reads a state that is being changed.
+They are served by a thread of their own and computed on the daemon's loop, between two of its rounds, for each scrape: a state that is
+being changed is never read, and nothing is computed that nobody asked for.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,27 +21,32 @@ from scheduler.config import MetricsConfig
 from scheduler.daemon import Daemon
 from state.fleet import Fleet, Tenant
 
-REFRESH_S = 1.0
+AGAIN_S = 1.0  # until a port that was taken is tried again
+SCRAPE_S = 10.0
 MOST_TENANTS = 1000  # with series of their own: those that used most; the others are summed as `(others)`
 OTHERS = "(others)"
 STATUSES = ("accepted", "completed", "failed", "refused", "cancelled")
 
 
 class Exporter(Collector):
-    """Tells whatever was computed last."""
+    """Called by the thread that serves; what it tells is computed on the daemon's loop, when somebody asks and not before."""
 
-    def __init__(self) -> None:
-        self.latest: list[Metric] = []
+    def __init__(self, daemon: Daemon, loop: asyncio.AbstractEventLoop) -> None:
+        self.daemon, self.loop = daemon, loop
 
     def collect(self) -> Iterable[Metric]:
-        return self.latest
+        return asyncio.run_coroutine_threadsafe(self._now(), self.loop).result(SCRAPE_S)
+
+    async def _now(self) -> list[Metric]:
+        leading = self.daemon.ready.is_set()
+        return families(self.daemon.core.fleet if leading else Fleet(), leading)
 
 
 async def serve(daemon: Daemon, config: MetricsConfig) -> None:
     """For as long as the daemon lives. A port that is taken, as by a leader beside its standby, is waited for: it stops nobody."""
     log = structlog.get_logger("hotdesk")
-    exporter, registry = Exporter(), CollectorRegistry()
-    registry.register(exporter)
+    registry = CollectorRegistry()
+    registry.register(Exporter(daemon, asyncio.get_running_loop()))
     said = False
     while True:
         try:
@@ -50,12 +56,10 @@ async def serve(daemon: Daemon, config: MetricsConfig) -> None:
             if not said:
                 said = True
                 log.warning("metrics_wait", host=config.host, port=config.port, error=str(error), detail="tried again until it is free")
-            await anyio.sleep(REFRESH_S)
+            await anyio.sleep(AGAIN_S)
     log.info("metrics_served", url=f"http://{config.host}:{server.server_port}/metrics")
     try:
-        while True:
-            exporter.latest = families(daemon.core.fleet, leading=True) if daemon.ready.is_set() else families(Fleet(), leading=False)
-            await anyio.sleep(REFRESH_S)
+        await anyio.sleep_forever()
     finally:
         server.shutdown()
         server.server_close()
