@@ -232,8 +232,8 @@ def test_a_gateway_that_was_killed_asks_the_engine_again_for_those_who_wait(with
     with_engine.gateway.kill()
     with_engine.gateway.start()
     with_engine.wait()
-    assert at_engine.send(1, [5, 9, 3]).json()["request_id"] == waiting
     answer = at_engine.client.result(waiting).content
+    assert at_engine.send(1, [5, 9, 3]).json()["request_id"] == waiting
     with_engine.standin(delay_s=0.0)
     assert tokens_of(at_engine.ask(2, [5, 9, 3])) == tokens_of(at_engine.response(waiting))
     assert at_engine.client.result(waiting).content == answer

@@ -26,7 +26,7 @@ from state.files import Directory, directory_disk
 from state.fleet import encode
 from state.memory_log import MemoryLog
 from state.redis_log import RedisLog
-from state.requests import Forward, encode_body
+from state.requests import Forward, Op, encode_body
 from workers.simulated import SimulatedGroup
 
 pytestmark = pytest.mark.anyio
@@ -458,6 +458,32 @@ async def test_every_step_is_in_the_log_before_a_worker_sees_it():
         await train(await hotdesk.create_adapter("poet", rank=4), 2)
     assert unlogged == []
     assert not any(isinstance(decode(data), WorkersLost) for _, data in store.events)
+
+
+async def test_a_group_has_its_next_step_before_the_last_ones_outcome_arrived():
+    """And no more than one of them waits: what is on its way cannot be taken back."""
+
+    class Counting(SimulatedGroup):
+        under_way, most, order = 0, 0, ()
+
+        def apply(self, call):
+            self.under_way += 1
+            self.most, self.order = max(self.most, self.under_way), (*self.order, call.step.id)
+            coming = super().apply(call)
+            coming.add_done_callback(self._ended)
+            return coming
+
+        def _ended(self, coming):
+            self.under_way -= 1
+
+    group = Counting("main", cost_us={Op.FORWARD_BACKWARD: 20_000}, sleep=True)
+    async with daemon(MemoryLog(), group=group) as made, Producer.over(made.store, "ada") as hotdesk:
+        adapter = await hotdesk.create_adapter("poet", rank=4)
+        futures = [await adapter.forward_backward(DATA) for _ in range(6)]
+        for future in futures:
+            await future
+    assert group.most == 2
+    assert list(group.order) == sorted(group.order)
 
 
 async def test_two_programs_with_one_seq_get_an_answer_each():
