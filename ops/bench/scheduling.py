@@ -3,14 +3,14 @@
 - switches: 8 tenants x 50 steps, all queued, under each policy, beside the fewest that the fairness bound allows.
 - decisions: microseconds a decision against waiting and idle tenants.
 - replay: events a second of the fold, and of the fold with every decision decided again.
-- fleet: many tenants on many groups for a while, utilisation, waits and fairness.
+
+Many tenants on many groups: `ops.bench.fleet`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ops.bench import result
-from ops.model import IDLE, Model, Summary
+from ops.model import IDLE, Model
 from ops.replay import Verifier
 from ops.tables import table
 from scheduler.policy import POLICIES, turn_worth_us
@@ -127,55 +127,14 @@ def replay() -> list[dict[str, object]]:
     return [{"events": len(events), "fold_per_s": round(len(events) / folded_s), "verify_per_s": round(len(events) / verified_s)}]
 
 
-class Loops(Model):
-    """Closed loops: each tenant sends its next step some time after the answer to the last."""
-
-    def begin(self, tenants: int, groups: int, steps: int, think_us: int, rng: random.Random) -> None:
-        self.left = {f"t{number}": steps for number in range(tenants)}
-        self.seq = dict.fromkeys(self.left, 1)
-        self.think_us, self.rng = think_us, rng
-        for number, tenant in enumerate(self.left):
-            group = f"g{number % groups}"
-            self.at(rng.randrange(think_us), lambda t=tenant, g=group: self.accept(accepted(t, 0, Op.CREATE_ADAPTER, g)))  # type: ignore[misc]
-
-    def completed(self, request_id: str) -> None:
-        tenant, _, seq = request_id.split("/")
-        if int(seq) % 2 == 0 and self.left[tenant]:
-            self.left[tenant] -= 1
-            self.at(self.now_us + self.rng.randrange(2 * self.think_us), lambda: self._step(tenant))
-
-    def _step(self, tenant: str) -> None:
-        for op in (Op.FORWARD_BACKWARD, Op.OPTIM_STEP):
-            self.accept(accepted(tenant, self.seq[tenant], op, ""))
-            self.seq[tenant] += 1
-
-
-def fleet(tenants: int, groups: int, steps: int, seed: int) -> tuple[Summary, float, float]:
-    """(summary, seconds it took, utilisation)."""
-    began = time.perf_counter()
-    model = Loops(settings("fair"), {f"g{n}": SPEC for n in range(groups)}, cost)
-    model.begin(tenants, groups, steps, think_us=200_000, rng=random.Random(seed))
-    summary = model.run()
-    return summary, time.perf_counter() - began, summary.busy_ms / (summary.span_ms * groups)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tenants", type=int, default=10_000, help="of the fleet (default %(default)s)")
-    parser.add_argument("--groups", type=int, default=1_000)
-    parser.add_argument("--steps", type=int, default=10, help="of each of its tenants (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    parser.parse_args()
     found: dict[str, Any] = {"switches": switches(), "decisions": decisions(), "replay": replay()}
     for name, rows in found.items():
         print(f"\n{name}")
         print(table(list(rows[0]), [list(row.values()) for row in rows]))
     print(f"\n{PEERS}")
-    summary, took_s, utilisation = fleet(args.tenants, args.groups, args.steps, args.seed)
-    rows = {**summary.rows(), "utilisation": f"{100 * utilisation:.0f} %", "simulated in s": f"{took_s:.0f}"}
-    print(f"\nfleet of {args.tenants} tenants on {args.groups} groups, {args.steps} steps each, seed {args.seed}")
-    print(table(["", ""], list(rows.items())))
-    found["fleet"] = {"tenants": args.tenants, "groups": args.groups, "steps": args.steps, "seed": args.seed, **rows}
     print(result.write("scheduling", found))
 
 
