@@ -52,8 +52,15 @@ def lost(generation: int) -> str:
     """In words, what is wrong with the Ray of `generation`; empty where nothing is seen to be. Cheap."""
     if generation != _generation:
         return "its Ray was started again"
-    dead = [process for process in _processes if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE]
+    dead = [process for process in _processes if _ended(process)]
     return f"process {dead[0].pid} of the local Ray ended" if dead else ""
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two
+        return True
 
 
 def _serve() -> None:
