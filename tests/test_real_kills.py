@@ -93,7 +93,6 @@ class Fleet:
         self.config = directory / "kills.toml"
         self.config.write_text(CONFIG + more)
         self.start()
-        self.wait()
 
     def wait(self) -> None:
         deadline = time.monotonic() + 90
@@ -115,7 +114,7 @@ class Fleet:
     def kill_worker(self) -> None:
         """Ray's workers are grandchildren of the daemon, or of the cluster's root; those of other tests are not."""
         root = psutil.Process(self.ray_root or self.daemon.pid)
-        [worker] = [child for child in root.children(recursive=True) if "".join(child.cmdline()).startswith("ray::RankActor")]
+        [worker] = [child for child in root.children(recursive=True) if title(child).startswith("ray::RankActor")]
         worker.kill()
 
     def kill_server(self) -> None:
@@ -136,6 +135,14 @@ class Fleet:
         command = [sys.executable, "-m", "ops.cli", "replay", "--verify", "--config", str(self.config), "--data-dir", str(self.directory)]
         verified = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert verified.returncode == 0, verified.stdout
+
+
+def title(process: psutil.Process) -> str:
+    """Empty for one that has ended meanwhile."""
+    try:
+        return "".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 async def train(url: str, tenant: str, progress: dict[str, int]) -> Answers:
@@ -187,6 +194,7 @@ def test_killing_a_worker_the_server_and_the_daemon_changes_no_bit(short_tmp, co
     print(f"seed {seed}")
     fleet = Fleet(short_tmp)
     try:
+        fleet.wait()
         seen = anyio.run(disturbed, fleet, seed, (fleet.kill_worker, fleet.kill_server, fleet.kill_daemon))
         assert seen == control, f"seed {seed}"
         log = fleet.log()
@@ -206,6 +214,7 @@ def test_workers_on_a_cluster_outlive_their_daemon(short_tmp, control):
     with cluster(short_tmp) as (address, root):
         fleet = Fleet(short_tmp, f'[ray]\naddress = "{address}"\n', root)
         try:
+            fleet.wait()
             seen = anyio.run(disturbed, fleet, seed, (fleet.kill_daemon, fleet.kill_worker, fleet.kill_daemon))
             assert seen == control, f"seed {seed}"
             joined = [line["incarnation"] for line in fleet.lines() if line["event"] == "workers_joined"]
