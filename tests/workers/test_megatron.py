@@ -191,12 +191,17 @@ def test_the_sampler_agrees_with_the_trainer_and_obeys_its_parameters(device):
 def test_draws_follow_the_distribution_and_never_leave_it():
     """Every hundredth of the way through [0, 1) falls into the token that has that part of the whole; its ends too."""
     probabilities = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
-    drawn = [_drawn(probabilities, hundredth / 100) for hundredth in range(100)]
-    assert {token: drawn.count(token) for token in set(drawn)} == {1: 25, 3: 50, 4: 25}
-    assert _drawn(probabilities, math.nextafter(1.0, 0.0)) == 4
-    assert _drawn(probabilities, 0.0) == 1
+
+    def drawn(of, *uniform):
+        return _drawn(of.expand(len(uniform), -1), torch.tensor(uniform, dtype=torch.float64)).tolist()
+
+    hundred = drawn(probabilities, *(hundredth / 100 for hundredth in range(100)))
+    assert {token: hundred.count(token) for token in set(hundred)} == {1: 25, 3: 50, 4: 25}
+    assert drawn(probabilities, math.nextafter(1.0, 0.0), 0.0) == [4, 1]
     uneven = torch.softmax(torch.linspace(0, 3, 1000), 0)
-    assert _drawn(uneven, math.nextafter(1.0, 0.0)) == 999
+    assert drawn(uneven, math.nextafter(1.0, 0.0)) == [999]
+    middles = uneven.double().cumsum(0) - uneven / 2
+    assert drawn(uneven, *middles.tolist()) == list(range(1000))
 
 
 def test_a_damaged_or_partial_checkpoint_is_refused_and_the_adapter_stays_as_it_was(hosted, device, tmp_path):

@@ -10,12 +10,14 @@ import hashlib
 from typing import Any
 
 import torch
-from megatron.core.inference.contexts import StaticInferenceContext
 from torch import nn
+from torch.nn import functional
 
+from state.errors import WorkerFailed
 from state.requests import Sample, SampleResult, Sequence, Tensor, TopK
+from workers.megatron.decoding import Decoder, repeated
 
-Top = tuple[torch.Tensor, torch.Tensor]  # (values, indices) of `torch.topk`
+SCAN_BLOCK = 256
 
 
 class Sampler:
@@ -31,64 +33,31 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, request: Sample) -> SampleResult:
-        """`num_samples` continuations of one prompt. Logprobs are those of the distribution at temperature 1 (or at the request's
-        temperature's own scale where it is 0: greedy), before top-k and top-p."""
-        prompt = _tokens(request.prompt)
-        count = request.num_samples
-        generators = [torch.Generator().manual_seed(_seed(request.seed, index)) for index in range(count)]
-        context = StaticInferenceContext(max_batch_size=count, max_sequence_length=len(prompt) + request.max_tokens)
-        tokens: list[list[int]] = [[] for _ in range(count)]
-        logprobs: list[list[float]] = [[] for _ in range(count)]
-        likely: list[list[Top]] = [[] for _ in range(count)]
-        reasons = ["length"] * count
-        running = set(range(count))
-        current = prompt.unsqueeze(0).expand(count, -1).contiguous()
-        for position in range(request.max_tokens):
-            last = self._logits(current, context)[:, -1].float().cpu()
-            if position == 0:
-                context.enable_decode_mode()
-            logp = torch.log_softmax(last, -1)
-            chosen = torch.zeros(count, dtype=torch.long)
-            for index in sorted(running):
-                token = _choose(last[index], request, generators[index])
-                chosen[index] = token
-                tokens[index].append(token)
-                logprobs[index].append(float(logp[index, token]))
-                if request.topk_sample_logprobs:
-                    likely[index].append(logp[index].topk(min(request.topk_sample_logprobs, logp.shape[1])))
-                if _stops(tokens[index], request.stop):
-                    reasons[index] = "stop"
-                    running.discard(index)
-            if not running:
-                break
-            current = chosen.unsqueeze(1)
-        sequences = tuple(
-            Sequence(_int32(torch.tensor(own)), _float32(torch.tensor(their)), reason, _stacked(top))
-            for own, their, reason, top in zip(tokens, logprobs, reasons, likely)
-        )
+        """`num_samples` continuations of one prompt. Logprobs are those of the distribution at temperature 1, before top-k and top-p."""
+        prompt = _tokens(request.prompt).to(self.device)
+        drawn = _Drawn(request, self.device)
+        decoder = Decoder(self.model, request.num_samples, len(prompt) + request.max_tokens, self.device)
+        drawn.append(decoder.prompt(prompt))
+        step = repeated(lambda: drawn.append(decoder.step(drawn.last)), request.max_tokens - 1, self.device)
+        count = 1
+        while count < request.max_tokens and not (request.stop and drawn.all_stopped()):
+            step()
+            count += 1
+        sequences = drawn.sequences(count)
+        if not bool(drawn.logprobs.isfinite().all()):
+            raise WorkerFailed("the model's output is not finite: nothing can be drawn from it")
         if not request.prompt_logprobs and not request.topk_prompt_logprobs:
             return SampleResult(sequences)
         return self._of_prompt(prompt, request, sequences)
 
-    def _logits(self, tokens: torch.Tensor, context: StaticInferenceContext) -> torch.Tensor:
-        """[batch, 1, vocab] of the last position; advances the KV cache."""
-        length, offset = tokens.shape[1], context.sequence_len_offset
-        tokens = tokens.to(self.device)
-        positions = torch.arange(offset, offset + length, device=self.device).unsqueeze(0).expand_as(tokens)
-        mask = causal_mask(length, self.device) if length > 1 else None
-        logits = self.model(tokens, positions, mask, inference_context=context, runtime_gather_output=True)
-        context.sequence_len_offset += length
-        return logits
-
     def _of_prompt(self, prompt: torch.Tensor, request: Sample, sequences: tuple[Sequence, ...]) -> SampleResult:
         """With the logprobs of the prompt's own tokens, NaN at position 0, and of the most likely ones in their places."""
-        tokens = prompt.unsqueeze(0).to(self.device)
         positions = torch.arange(len(prompt), device=self.device).unsqueeze(0)
-        logits = self.model(tokens, positions, causal_mask(len(prompt), self.device), runtime_gather_output=True)[0].float().cpu()
+        logits = self.model(prompt[None], positions, causal_mask(len(prompt), self.device), runtime_gather_output=True)[0].float()
         logp = torch.log_softmax(logits[:-1], -1)
-        own = torch.cat([torch.tensor([float("nan")]), logp.gather(1, prompt[1:, None])[:, 0]])
+        own = torch.cat([logp.new_full((1,), float("nan")), logp.gather(1, prompt[1:, None])[:, 0]])
         k = min(request.topk_prompt_logprobs, logp.shape[1])
-        return SampleResult(sequences, _float32(own) if request.prompt_logprobs else None, _stacked([logp.topk(k)]) if k else None)
+        return SampleResult(sequences, _float32(own) if request.prompt_logprobs else None, _top(*logp.topk(k)) if k else None)
 
 
 def causal_mask(length: int, device: torch.device) -> torch.Tensor:
@@ -96,30 +65,91 @@ def causal_mask(length: int, device: torch.device) -> torch.Tensor:
     return torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool, device=device), 1)
 
 
-def _choose(logits: torch.Tensor, request: Sample, generator: torch.Generator) -> int:
-    """Temperature, then top-k, then top-p, then one draw; greedy at temperature 0. `logits` fp32 [vocab]."""
+class _Drawn:
+    """What was drawn so far, on the device: nothing of it depends on how far it is but a counter there, so that a step can be captured."""
+
+    def __init__(self, request: Sample, device: torch.device) -> None:
+        self.request = request
+        count, most, top = request.num_samples, request.max_tokens, request.topk_sample_logprobs
+        generators = [torch.Generator().manual_seed(_seed(request.seed, index)) for index in range(count)]
+        self.uniform = torch.stack([torch.rand(most, generator=one, dtype=torch.float64) for one in generators], 1).to(device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.last = torch.zeros(count, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(most, count, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(most, count, device=device)
+        self.top = torch.zeros(most, count, top, device=device), torch.zeros(most, count, top, dtype=torch.int64, device=device)
+        self.seen: list[list[int]] = []  # the tokens that were looked at for an end, a step each
+        self.ended: dict[int, int] = {}  # continuations that stopped -> their length
+
+    def append(self, logits: torch.Tensor) -> None:
+        """Draws from `logits`, fp32 [count, vocab]."""
+        logp = torch.log_softmax(logits, -1)
+        chosen = _chosen(logits, self.uniform.index_select(0, self.at)[0], self.request)
+        self.tokens.index_copy_(0, self.at, chosen[None])
+        self.logprobs.index_copy_(0, self.at, logp.gather(1, chosen[:, None]).T)
+        if top := min(self.top[0].shape[2], logp.shape[1]):
+            for kept, found in zip(self.top, logp.topk(top)):
+                kept[..., :top].index_copy_(0, self.at, found[None])
+        self.last.copy_(chosen)
+        self.at += 1
+
+    def all_stopped(self) -> bool:
+        """Looks at the newest tokens, which waits for the device."""
+        self.seen.append(self.last.tolist())
+        for index in range(self.request.num_samples):
+            if index not in self.ended and any(self._ends_in(index, stop) for stop in self.request.stop):
+                self.ended[index] = len(self.seen)
+        return len(self.ended) == self.request.num_samples
+
+    def _ends_in(self, index: int, stop: tuple[int, ...]) -> bool:
+        return tuple(step[index] for step in self.seen[-len(stop) :]) == stop
+
+    def sequences(self, count: int) -> tuple[Sequence, ...]:
+        if self.request.stop and len(self.seen) < count:
+            self.all_stopped()
+        found = []
+        width = min(self.top[0].shape[2], self.request.topk_sample_logprobs)
+        for index in range(self.request.num_samples):
+            own = slice(0, self.ended.get(index, count)), index
+            top = _top(*(kept[own] for kept in self.top)) if width else None
+            reason = "stop" if index in self.ended else "length"
+            found.append(Sequence(_int32(self.tokens[own]), _float32(self.logprobs[own]), reason, top))
+        return tuple(found)
+
+
+def _chosen(logits: torch.Tensor, uniform: torch.Tensor, request: Sample) -> torch.Tensor:
+    """int64 [b]. Temperature, then top-k, then top-p, then one draw; greedy at 0. `logits` fp32 [b, vocab], `uniform` fp64 [b]."""
     if request.temperature == 0:
-        return int(logits.argmax())
+        return logits.argmax(-1)
     logits = logits / request.temperature
-    if 0 < request.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(request.top_k).values[-1], float("-inf"))
+    if 0 < request.top_k < logits.shape[1]:
+        logits = logits.masked_fill(logits < logits.topk(request.top_k).values[:, -1:], float("-inf"))
     probabilities = torch.softmax(logits, -1)
     if request.top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
-        outside = ordered.cumsum(0) - ordered >= request.top_p
-        probabilities = probabilities.index_fill(0, order[outside], 0.0)
-    return _drawn(probabilities, float(torch.rand((), generator=generator, dtype=torch.float64)))
+        outside = _prefix_sums(ordered) - ordered >= request.top_p
+        probabilities = torch.zeros_like(ordered).scatter(1, order, ordered.masked_fill(outside, 0.0))
+    return _drawn(probabilities, uniform)
 
 
-def _drawn(probabilities: torch.Tensor, uniform: float) -> int:
-    """By the inverse of the cumulative distribution: one number is drawn, not one a token. `uniform` in [0, 1)."""
-    cumulative = probabilities.double().cumsum(0)
-    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    return min(index, int(probabilities.nonzero()[-1])) if index == len(probabilities) else index
+def _drawn(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """By the inverse of the cumulative distribution: one number is drawn, not one a token. `uniform` fp64 [b] in [0, 1)."""
+    cumulative = _prefix_sums(probabilities)
+    size = probabilities.shape[1]
+    places = torch.arange(size, device=probabilities.device)
+    possible = probabilities > 0
+    above = possible & (cumulative > (uniform * cumulative[:, -1])[:, None])
+    return torch.minimum(places.where(above, size).amin(1), places.where(possible, 0).amax(1))
 
 
-def _stops(tokens: list[int], stop: tuple[tuple[int, ...], ...]) -> bool:
-    return any(tuple(tokens[-len(end) :]) == end for end in stop)
+def _prefix_sums(values: torch.Tensor) -> torch.Tensor:
+    """fp64 [b, n], of each row. By products with triangles of ones: the order in which a GPU's own scan adds is not fixed."""
+    rows, size = values.shape
+    blocks = functional.pad(values.double(), (0, -size % SCAN_BLOCK)).view(rows, -1, SCAN_BLOCK)
+    within = blocks @ torch.ones(SCAN_BLOCK, SCAN_BLOCK, dtype=torch.float64, device=values.device).triu()
+    count = blocks.shape[1]
+    before = within[:, :, -1] @ torch.ones(count, count, dtype=torch.float64, device=values.device).triu(1)
+    return (within + before[:, :, None]).view(rows, -1)[:, :size]
 
 
 def _seed(seed: int, index: int) -> int:
@@ -133,18 +163,13 @@ def _tokens(of: Tensor) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(of.data, dtype="<i4" if of.dtype == "int32" else "<i8").astype(np.int64))
 
 
-def _stacked(rows: list[Top]) -> TopK | None:
-    """Of single positions, or of many in one."""
-    if not rows:
-        return None
-    k = rows[0][0].shape[-1]
-    logprobs = torch.cat([values.reshape(-1, k) for values, _ in rows])
-    return TopK(_int32(torch.cat([indices.reshape(-1, k) for _, indices in rows])), _float32(logprobs))
+def _top(logprobs: torch.Tensor, tokens: torch.Tensor) -> TopK:
+    return TopK(_int32(tokens), _float32(logprobs))
 
 
 def _int32(tokens: torch.Tensor) -> Tensor:
-    return Tensor("int32", tuple(tokens.shape), tokens.to(torch.int32).contiguous().numpy().tobytes())
+    return Tensor("int32", tuple(tokens.shape), tokens.to(torch.int32).contiguous().cpu().numpy().tobytes())
 
 
 def _float32(values: Any) -> Tensor:
-    return Tensor("float32", tuple(values.shape), values.float().contiguous().numpy().tobytes())
+    return Tensor("float32", tuple(values.shape), values.float().contiguous().cpu().numpy().tobytes())
