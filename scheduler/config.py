@@ -141,12 +141,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             snapshot_share=self.limits.snapshot_share,
             snapshot_after_bytes=self.limits.snapshot_after_bytes,
             snapshot_beside=True,
+            resident_turns=RESIDENT_TURNS,
         )
 
     def request_limits(self) -> Limits:
         return Limits(self.limits.body_bytes, self.limits.datums, self.limits.samples)
 
 
+RESIDENT_TURNS = 64  # more than adapters that take turns, as a rule; an idle adapter holds its device slot for as many turns of others
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _FROM_ENVIRONMENT = ("fleet", "redis", "ray", "policy", "limits", "log", "metrics", "gateway")
 

@@ -156,6 +156,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     turn_most_us: int = 2_000_000  # but no more than this, while there is work for it
     shares: dict[str, Share] = {}
     plan_us: int = 0  # turns are planned together, as one commit, while they are expected to take no longer than this; 0: one by one
+    resident_turns: int = 0  # a resident that had work in so many turns keeps its device slot; 0: the oldest gives way
     parking: bool = True  # test seam: False plants the lost-gradient fault that the suite must notice
 
     def share(self, tenant: str) -> Share:

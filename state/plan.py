@@ -262,7 +262,7 @@ class _Planner:
         self.dirty = self.where is Residency.LIVE and self.dirty
 
     def keeps_outgoing(self) -> bool:
-        """Whether the outgoing adapter stays in a device slot; makes room by offloading the resident longest without a turn."""
+        """Whether the outgoing adapter stays in a device slot; makes room by offloading an idle resident."""
         assert self.group.spec is not None
         slots = self.group.spec.device_slots
         live = self.expected.device.live
@@ -270,11 +270,20 @@ class _Planner:
             return False
         residents = [k for k, where in self.expected.residency.items() if where is Residency.RESIDENT and k != self.adapter.key]
         if 2 + len(residents) > slots:
-            victim = min(residents, key=lambda k: (self.had_turn.get(k, 0), self.fleet.adapters[k].last_turn, k), default="")
+            idle = residents if not self.fleet.settings.resident_turns else [k for k in residents if self.is_idle(k)]
+            victim = min(idle, key=lambda k: (self.had_turn.get(k, 0), self.fleet.adapters[k].last_turn, k), default="")
             if not victim:
                 return False
             self.add(StepKind.OFFLOAD, victim)
         return True
+
+    def is_idle(self, resident: str) -> bool:
+        """Whether it may lose its device slot to the outgoing adapter. Were it the one longest without a turn, adapters in rotation would
+        all lose their slots just before they are needed again."""
+        adapter = self.fleet.adapters[resident]
+        waits = resident in self.group.queue.waiting.get(adapter.tenant, ())
+        long_ago = self.group.turn - adapter.last_turn > self.fleet.settings.resident_turns
+        return long_ago and not waits and resident not in self.had_turn
 
     def backload(self, needs: Needs) -> None:
         if needs.sampler is False and self.expected.device.sampler:

@@ -121,6 +121,7 @@ def _settings(rng: random.Random) -> Settings:
         plan_us=rng.choice((0, 20_000)),
         snapshot_share=rng.choice((0.0, 0.3)),
         snapshot_beside=rng.choice((False, True)),
+        resident_turns=rng.choice((0, 2, 64)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 
 import msgspec
 import pytest
@@ -608,3 +609,39 @@ def test_a_sample_of_an_adapter_that_is_not_live(bench):
     sampled = bench.send("ada", "poet", 1, Op.SAMPLE, SAMPLE)
     bench.settle()
     assert len(bench.result(sampled).sequences) == 1
+
+
+def rotation(**settings) -> tuple[Counter[str], Synchronous]:
+    """Five adapters, three device slots, eight rounds, each adapter's next step being sent when its last one is answered."""
+    bench = Synchronous(Settings(**settings), spec=msgspec.structs.replace(SIMULATED_SPEC, device_slots=3))
+    tenants = [f"t{number}" for number in range(5)]
+    for tenant in tenants:
+        bench.create(tenant)
+    bench.settle()
+    for number in range(8):
+        for tenant in tenants:
+            bench.program(tenant, [FB, STEP], first=2 * number + 1)
+            bench.settle()
+    return Counter(event.step.kind for event in bench.events(StepStarted)), bench
+
+
+def test_adapters_in_rotation_do_not_push_each_other_out_of_the_device():
+    """Two of five stay resident: their turns copy nothing. With the oldest giving way, each is put out just before its next turn."""
+    steps, bench = rotation(resident_turns=64)
+    oldest, other = rotation()
+    assert bench.fleet.groups["main"].moved_bytes < 0.6 * other.fleet.groups["main"].moved_bytes
+    assert (steps[StepKind.SWAP], steps[StepKind.OFFLOAD]) == (40, 0)
+    assert (oldest[StepKind.SWAP], oldest[StepKind.OFFLOAD]) == (40, 37)
+    assert [bench.adapter(f"t{n}/poet").digest for n in range(5)] == [other.adapter(f"t{n}/poet").digest for n in range(5)]
+
+
+def test_an_idle_adapter_gives_its_device_slot_up():
+    steps, bench = rotation(resident_turns=4)
+    assert steps[StepKind.OFFLOAD] == 0
+    residents = set(bench.fleet.groups["main"].residents)
+    for number in range(8, 11):
+        for tenant in ("t3", "t4"):
+            bench.program(tenant, [FB, STEP], first=2 * number + 1)
+            bench.settle()
+    group = bench.fleet.groups["main"]
+    assert set(group.residents) | {group.device.live} >= {"t3/poet", "t4/poet"} > residents & {"t3/poet", "t4/poet"}
