@@ -106,6 +106,11 @@ def test_serve_without_a_url_and_status_without_a_fleet_say_what_to_do(tmp_path)
     assert (failed.returncode, "is no log id" in failed.stderr) == (2, True)
 
 
+def heeding_interrupts() -> None:
+    """A shell's background jobs, and all that they begin, ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_submit_status_log_and_replay_on_a_running_fleet_and_after_it(up, short_tmp):
     def sub(*arguments):
         return hotdesk("submit", *up.where, "--tenant", "ada", "--adapter", "poet", *arguments)
@@ -124,7 +129,8 @@ def test_submit_status_log_and_replay_on_a_running_fleet_and_after_it(up, short_
     assert "hotdesk_leading 1.0" in told
     assert 'hotdesk_requests_total{status="completed",tenant="ada"} 2.0' in told
     assert 'hotdesk_adapters{group="main",residency="live"} 1.0' in told
-    with subprocess.Popen([sys.executable, "-m", "ops.cli", "top", *up.where, "--every", "0.2"], cwd=ROOT, stdout=subprocess.PIPE) as top:
+    command = [sys.executable, "-m", "ops.cli", "top", *up.where, "--every", "0.2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, preexec_fn=heeding_interrupts) as top:
         seen = [top.stdout.readline() for _ in range(60)]
         top.send_signal(signal.SIGINT)
         assert top.wait(20) == 130
