@@ -21,11 +21,13 @@ import msgspec
 
 from ops.bench import result
 from ops.bench.running import FLEET, fleet
+from ops.replay import history
 from ops.tables import table
 from scheduler.producer import AdapterHandle, Producer, datum
 from state.events import StepFinished, StepKind, StepStarted, decode
 from state.redis_log import RedisLog
 from state.requests import Datum
+from state.segment_log import write_segment
 
 CONFIG = """
 [groups.main]
@@ -104,22 +106,25 @@ async def where(store: RedisLog, after: int, seconds: float) -> dict[str, float]
 
 async def measure(url: str, args: argparse.Namespace, vocabulary: int) -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
-    work = Work(args.sequences, args.tokens, vocabulary)
     store = RedisLog.connect(url, FLEET)
     async with AsyncExitStack() as stack:
         adapters = []
         for number in range(args.tenants):
             producer = await stack.enter_async_context(Producer.connect(url, fleet=FLEET, tenant=f"t{number}"))
             adapters.append(await producer.create_adapter("poet", rank=RANKS[number % len(RANKS)], seed=number))
-        await together(adapters, work, 1, args.ahead)  # what happens at first only is over
-        for number in range(args.rounds):
-            for name, who, steps in (("alone", adapters[:1], args.steps * args.tenants), ("shared", adapters, args.steps)):
-                _, at = await store.bounds()
-                seconds = await together(who, work, steps, args.ahead)
-                tokens = args.steps * args.tenants * work.sequences * work.tokens
-                row = {"round": number, "who": name, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds)}
-                rows.append(row | await where(store, at, seconds))
-                print(rows[-1], file=sys.stderr)
+        for sequences in args.sequences:
+            work = Work(sequences, args.tokens, vocabulary)
+            await together(adapters, work, 1, args.ahead)  # what happens at first only is over
+            for number in range(args.rounds):
+                for name, who, steps in (("alone", adapters[:1], args.steps * args.tenants), ("shared", adapters, args.steps)):
+                    _, at = await store.bounds()
+                    seconds = await together(who, work, steps, args.ahead)
+                    tokens = args.steps * args.tenants * sequences * work.tokens
+                    row = {"sequences": sequences, "round": number, "who": name, "seconds": round(seconds, 3)}
+                    rows.append(row | {"tokens_per_s": round(tokens / seconds)} | await where(store, at, seconds))
+                    print(rows[-1], file=sys.stderr)
+    if args.keep:
+        write_segment(args.keep, [event async for event in history(store)])
     await store.close()
     return rows
 
@@ -130,20 +135,26 @@ def main() -> int:
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20, help="of each tenant in a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sequences", type=int, default=4, help="in a forward_backward")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[4], help="in a forward_backward; measured for each")
     parser.add_argument("--tokens", type=int, default=256, help="in a sequence")
     parser.add_argument("--ahead", type=int, default=8, help="steps that a tenant has under way")
     parser.add_argument("--name", default="sharing-cpu", help="of the result file")
     parser.add_argument("--out", type=Path, help="folder for the result file")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE.hdlog", help="write the whole run's log there: `hotdesk trace` and `replay` read it"
+    )
     args = parser.parse_args()
     with fleet(args.config.read_text() if args.config else CONFIG) as (url, config):
         rows = anyio.run(measure, url, args, config.groups["main"].model.vocab_size)
-    alone, shared = ([float(row["seconds"]) for row in rows if row["who"] == who] for who in ("alone", "shared"))
-    ratio = statistics.median(shared) / statistics.median(alone)
     print(table(list(rows[1]), [[row.get(key, "") for key in rows[1]] for row in rows]))
-    print(f"{args.tenants} tenants in turns take {ratio:.4f} of the time that one takes alone for the same work (medians of {args.rounds})")
+    ratios = {}
+    for sequences in args.sequences:
+        mine = [row for row in rows if row["sequences"] == sequences]
+        alone, shared = (statistics.median(float(row["seconds"]) for row in mine if row["who"] == who) for who in ("alone", "shared"))
+        ratios[f"{sequences} x {args.tokens}"] = round(shared / alone, 4)
+    print(f"{args.tenants} tenants in turns, in time of one alone with the same work, by batch (medians of {args.rounds}): {ratios}")
     model = msgspec.structs.asdict(config.groups["main"].model)
-    result.write(args.name, {"ratio": round(ratio, 4), "model": model, "rows": rows}, args.out)
+    result.write(args.name, {"ratio": ratios, "model": model, "rows": rows}, args.out)
     return 0
 
 
