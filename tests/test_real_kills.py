@@ -32,7 +32,8 @@ ENVIRONMENT = os.environ | {"RAY_AUTH_MODE": "disabled"}  # else Ray's clusters 
 STEPS = 24
 TENANTS = {"ada": (4, 1), "brook": (8, 2), "cleo": (2, 3)}  # rank, seed
 Answers = list[tuple[str, str]]  # of each step: digest of the forward_backward's result, and of the adapter after the update
-CONFIG = """
+GROUP = os.environ.get("HOTDESK_TEST_GROUP", "")  # another group, such as "dp = 2\ngpus_per_rank = 1.0" on a machine with two GPUs
+CONFIG = f"""
 [fleet]
 name = "kills"
 [redis]
@@ -41,6 +42,7 @@ lease_ms = 1500
 snapshot_after_requests = 12
 [groups.main]
 max_rank = 8
+{GROUP}
 [groups.main.model]
 layers = 2
 hidden_size = 32
@@ -114,7 +116,7 @@ class Fleet:
     def kill_worker(self) -> None:
         """Ray's workers are grandchildren of the daemon, or of the cluster's root; those of other tests are not."""
         root = psutil.Process(self.ray_root or self.daemon.pid)
-        [worker] = [child for child in root.children(recursive=True) if title(child).startswith("ray::RankActor")]
+        *_, worker = [child for child in root.children(recursive=True) if title(child).startswith("ray::RankActor")]
         worker.kill()
 
     def kill_server(self) -> None:
@@ -184,8 +186,15 @@ async def disturbed(fleet: Fleet, seed: int, kills: Sequence[Callable[[], None]]
 
 
 @pytest.fixture(scope="module")
-def control() -> dict[str, Answers]:
-    return undisturbed()
+def control(tmp_path_factory) -> dict[str, Answers]:
+    if not GROUP:
+        return undisturbed()
+    fleet = Fleet(tmp_path_factory.mktemp("control"))  # bits are those of one layout, so another one has its control
+    try:
+        fleet.wait()
+        return anyio.run(disturbed, fleet, 0, ())
+    finally:
+        fleet.stop()
 
 
 @pytest.mark.timeout(420)

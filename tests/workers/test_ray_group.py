@@ -34,16 +34,26 @@ def portal():
 
 
 def made(name: str, **options: object) -> RayGroup:
-    return RayGroup(name, group(**options), fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
+    """On a machine with GPUs each rank has one of its own, and NCCL between them."""
+    config = group(**options, gpus_per_rank=float(gpus() > 0))
+    return RayGroup(name, config, fleet="test", root=Path(tempfile.mkdtemp(prefix="hd-")))
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="class", params=SHAPES)
 def hosted(request, portal):
     yield from started(made("main", **SHAPES[request.param], host_slots=192, cpus_per_rank=0.25), portal)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def four_ranks(portal):
+    if 0 < gpus() < 4:
+        pytest.skip(f"four ranks over NCCL need four GPUs, here are {gpus()}")
     yield from started(made("main", tp=2, dp=2, overlap=True, host_slots=192, cpus_per_rank=0.25), portal)
 
 
