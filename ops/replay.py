@@ -21,7 +21,7 @@ from scheduler import state_snapshots
 from scheduler.core import decide
 from scheduler.policy import POLICIES
 from state import log_id as ids
-from state.errors import ConfigError
+from state.errors import ConfigError, LogTruncated
 from state.events import Event, LeaderElected, Step, StepStarted, decode
 from state.files import Directory
 from state.fleet import Fleet, Group, apply, encode
@@ -148,6 +148,9 @@ class Verifier:
         self._idle: dict[str, int] = {}
 
     def take(self, log_id: int, event: Event) -> None:
+        """Raises `LogTruncated` where the first event is not the one that every log begins with."""
+        if not self.fleet.events and not isinstance(event, LeaderElected):
+            raise LogTruncated(f"the log's beginning is missing: it starts at {ids.text(log_id)} with {readable.kind_of(event)}")
         if ids.ms_of(log_id) > ids.ms_of(self.fleet.log_id):
             self._note_idle()
         self._check_finished_plans(log_id, event)

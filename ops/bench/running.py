@@ -24,9 +24,9 @@ def fleet(groups: str) -> Iterator[tuple[str, Config]]:
     with tempfile.TemporaryDirectory(prefix="hd-") as name:
         directory = Path(name)
         path = directory / "bench.toml"
-        path.write_text(f'[fleet]\nname = "{FLEET}"\n{groups}')
+        path.write_text(f'[fleet]\nname = "{FLEET}"\ndata_dir = "{name}"\n{groups}')
         config = load(path, {})
-        command = [sys.executable, "-m", "ops.cli", "up", "--no-gateway", "--config", str(path), "--data-dir", name]
+        command = [sys.executable, "-m", "ops.cli", "up", "--no-gateway", "--config", str(path)]
         with open(directory / "up.log", "wb") as log:
             daemon = subprocess.Popen(command, stdout=log, stderr=log)
         try:

@@ -23,8 +23,11 @@ from ops.bench import result
 from ops.bench.running import FLEET, fleet
 from ops.replay import history
 from ops.tables import table
+from scheduler.config import Config
 from scheduler.producer import AdapterHandle, Producer, datum
+from state.archive import Archive, History
 from state.events import StepFinished, StepKind, StepStarted, decode
+from state.files import Directory
 from state.redis_log import RedisLog
 from state.requests import Datum
 from state.segment_log import write_segment
@@ -104,7 +107,7 @@ async def where(store: RedisLog, after: int, seconds: float) -> dict[str, float]
     return rows | {"waiting_%": round(100 - sum(rows.values()), 2)} | {f"{kind}_steps": count for kind, count in sorted(counts.items())}
 
 
-async def measure(url: str, args: argparse.Namespace, vocabulary: int) -> list[dict[str, float | str]]:
+async def measure(url: str, args: argparse.Namespace, config: Config) -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
     store = RedisLog.connect(url, FLEET)
     async with AsyncExitStack() as stack:
@@ -113,7 +116,7 @@ async def measure(url: str, args: argparse.Namespace, vocabulary: int) -> list[d
             producer = await stack.enter_async_context(Producer.connect(url, fleet=FLEET, tenant=f"t{number}"))
             adapters.append(await producer.create_adapter("poet", rank=RANKS[number % len(RANKS)], seed=number))
         for sequences in args.sequences:
-            work = Work(sequences, args.tokens, vocabulary)
+            work = Work(sequences, args.tokens, config.groups["main"].model.vocab_size)
             await together(adapters, work, 1, args.ahead)  # what happens at first only is over
             for number in range(args.rounds):
                 for name, who, steps in (("alone", adapters[:1], args.steps * args.tenants), ("shared", adapters, args.steps)):
@@ -124,7 +127,8 @@ async def measure(url: str, args: argparse.Namespace, vocabulary: int) -> list[d
                     rows.append(row | {"tokens_per_s": round(tokens / seconds)} | await where(store, at, seconds))
                     print(rows[-1], file=sys.stderr)
     if args.keep:
-        write_segment(args.keep, [event async for event in history(store)])
+        whole = History(Archive(Directory(config.data_dir / "archive")), store)
+        write_segment(args.keep, [event async for event in history(whole)])
     await store.close()
     return rows
 
@@ -145,7 +149,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     with fleet(args.config.read_text() if args.config else CONFIG) as (url, config):
-        rows = anyio.run(measure, url, args, config.groups["main"].model.vocab_size)
+        rows = anyio.run(measure, url, args, config)
     print(table(list(rows[1]), [[row.get(key, "") for key in rows[1]] for row in rows]))
     ratios = {}
     for sequences in args.sequences:

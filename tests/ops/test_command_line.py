@@ -16,6 +16,7 @@ import pytest
 import redis
 
 from scheduler.embedded import EmbeddedServer
+from state.segment_log import read_segment, write_segment
 from tests.gateway.running import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +152,11 @@ def test_submit_status_log_and_replay_on_a_running_fleet_and_after_it(up, short_
     (short_tmp / "segments").mkdir()
     first = next((short_tmp / "segments").parent.glob("out.hdlog"))
     first.rename(short_tmp / "segments" / f"{0:020d}.hdlog")
+    cut = short_tmp / "cut" / f"{0:020d}.hdlog"
+    cut.parent.mkdir()
+    write_segment(cut, list(read_segment(short_tmp / "segments" / cut.name))[5:])
+    beheaded = hotdesk("replay", "--segments", str(cut.parent))
+    assert (beheaded.returncode, "beginning is missing" in beheaded.stderr) == (3, True)
     again = hotdesk("replay", "--segments", str(short_tmp / "segments"), "--verify")
     assert again.stdout.splitlines()[0] == replayed.stdout.splitlines()[0]
 

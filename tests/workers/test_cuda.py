@@ -6,6 +6,9 @@ too early. Each test has a partner that takes the waiting away.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -77,11 +80,11 @@ def test_late_copies_change_no_bit(hosted, prefetch):
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_streams_that_do_not_wait_for_each_other_are_noticed(hosted, monkeypatch, prefetch):
     control = {adapter: alone(hosted, adapter) for adapter in ADAPTERS}
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, contextlib.suppress(AssertionError):  # garbage may fail a step as well
         patch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
-        seen = in_turns(hosted, prefetch)
+        assert in_turns(hosted, prefetch) == control
+        pytest.fail("not noticed")
     torch.cuda.synchronize()
-    assert seen != control
 
 
 def saved_at_once(hosted) -> list[str]:
@@ -123,16 +126,16 @@ def test_the_arena_is_pinned_and_every_slot_lies_in_it(hosted, device):
     assert first <= slot.data_ptr() < first + engine.arena.budget_bytes
 
 
-def test_a_copy_to_the_host_does_not_hold_the_next_tenant_up(hosted, device):
-    """A switch returns while its copy out is still under way; so it does where the next adapter was brought before."""
+def test_a_copy_to_the_host_does_not_hold_the_next_tenant_up(hosted, device, monkeypatch):
+    """A switch returns, and the next tenant computes, while the copy out is still to come."""
     engine = hosted.machine.engine
     for adapter in ADAPTERS:
         device.create(adapter)
         device.swap(adapter)
         device.run(adapter, Op.FORWARD_BACKWARD, batch(1))
     torch.cuda.synchronize()
-    with torch.cuda.stream(engine.copying_out):
-        torch.cuda._sleep(10 * LATE_CYCLES)
+    save = engine._save
+    monkeypatch.setattr(engine, "_save", lambda *args, **kinds: torch.cuda._sleep(20 * LATE_CYCLES) or save(*args, **kinds))
     device.swap("t/a")
     assert not engine.slots["t/c"].written.query()
     device.run("t/a", Op.FORWARD, batch(1))
@@ -141,6 +144,7 @@ def test_a_copy_to_the_host_does_not_hold_the_next_tenant_up(hosted, device):
 
 def allocated(engine: MegatronEngine) -> tuple[int, int]:
     """What the allocator says is in use, and what the engine declares."""
+    gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated(engine.device), engine.device_bytes()
 
