@@ -123,7 +123,7 @@ async def _alone(args: argparse.Namespace, root: Path, together: dict[str, Any])
 
 def _checkpoint(data_dir: Path) -> dict[str, bytes]:
     """The final training checkpoint's shards, as bytes."""
-    directory = data_dir / "adapters" / "main" / ALONE.name / "writer" / "weights" / "final"
+    directory = data_dir / "adapters" / ALONE.name / "writer" / "weights" / "final"
     return {path.name: path.read_bytes() for path in sorted(directory.glob("shard-*"))}
 
 

@@ -65,5 +65,6 @@ def segments(directory: Path) -> EventReader:
     return History(archive, None) if archive.spans() else SegmentLog(directory, read_only=True)
 
 
-def adapters_root(config: Config, group: str) -> Path:
-    return config.data_dir / "adapters" / group
+def adapters_root(config: Config) -> Path:
+    """Of all groups: an adapter may move from one to another, and finds its snapshots and checkpoints there."""
+    return config.data_dir / "adapters"

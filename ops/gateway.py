@@ -84,7 +84,7 @@ def _end_with_parent(server: uvicorn.Server) -> None:
 
 
 def offers(config: Config) -> dict[str, Offer]:
-    """Base models by name; the first group that serves one serves all of its adapters."""
+    """Base models by name, as the first group that serves one describes it."""
     found: dict[str, Offer] = {}
     for name, group in config.groups.items():
         offer = Offer(
@@ -94,7 +94,7 @@ def offers(config: Config) -> dict[str, Offer]:
             group.max_rank,
             group.model.max_sequence_tokens,
             config.gateway.lora_alpha,
-            adapters_root(config, name),
+            adapters_root(config),
         )
         found.setdefault(group.model.name, offer)
     return found

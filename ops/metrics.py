@@ -110,6 +110,7 @@ def _of_groups(fleet: Fleet) -> list[Metric]:
         each("counter", "hotdesk_group_turns", "Turns given", "turns"),
         each("counter", "hotdesk_group_swaps", "Adapters swapped in", "swaps"),
         each("counter", "hotdesk_group_parks", "Adapters parked with pending gradients", "parks"),
+        each("counter", "hotdesk_group_moves", "Adapters that left for another group", "moves"),
         each("counter", "hotdesk_group_moved_bytes", "Bytes moved between host and device", "moved_bytes"),
         each("gauge", "hotdesk_group_device_bytes", "Bytes on the device after the last step", "device_bytes"),
         each("gauge", "hotdesk_group_host_bytes", "Bytes of slots in host memory after the last step", "host_bytes"),

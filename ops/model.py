@@ -166,6 +166,8 @@ class Model:
             self._emit(RequestCompleted(step.request_id))
             self.completed(step.request_id)
         self._idle[group.name] = None
+        if step.to:
+            self._idle[step.to] = None
 
     def completed(self, request_id: str) -> None:
         """For a workload that reacts to answers."""

@@ -105,7 +105,7 @@ async def _announce(daemon: Daemon, config: Config, url: str) -> None:
 
 
 def build_group(name: str, group: GroupConfig, config: Config) -> WorkerGroup:
-    root = adapters_root(config, name)
+    root = adapters_root(config)
     if group.backend == "simulated":
         import msgspec
 
@@ -119,6 +119,7 @@ def build_group(name: str, group: GroupConfig, config: Config) -> WorkerGroup:
             device_slots=group.device_slots,
             host_slots=group.host_slots,
             max_adapters=group.max_adapters,
+            kin=group.kin,
         )
         return SimulatedGroup(name, spec, root, group.simulated_cost_us or None, sleep=bool(group.simulated_cost_us))
     try:

@@ -62,7 +62,7 @@ def render(name: str, fleet: Fleet, leader: str) -> str:
         f"log: {fleet.events} events, last {ids.text(fleet.log_id)} {age_s:.0f} s ago; {fleet.queued} requests open",
         "",
         table(
-            ["group", "workers", "live", "sampler", "on device", "turns", "swaps", "parks", "busy s", "now"],
+            ["group", "workers", "live", "sampler", "on device", "turns", "swaps", "parks", "moves", "busy s", "now"],
             [
                 [
                     group.name,
@@ -73,6 +73,7 @@ def render(name: str, fleet: Fleet, leader: str) -> str:
                     group.turns,
                     group.swaps,
                     group.parks,
+                    group.moves,
                     f"{group.busy_us / 1e6:.1f}",
                     group.broken or next((step_text(step) for step in group.steps.values()), "idle"),
                 ]

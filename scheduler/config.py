@@ -46,6 +46,7 @@ class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = "fair"
     turn_requests: int = 8
+    move_gain: float = 4.0
     turn_least_ms: float = 50.0
     turn_most_ms: float = 2000.0
     turn_switches: float = 20.0
@@ -142,6 +143,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             snapshot_after_bytes=self.limits.snapshot_after_bytes,
             snapshot_beside=True,
             resident_turns=RESIDENT_TURNS,
+            move_gain=self.policy.move_gain,
         )
 
     def request_limits(self) -> Limits:
@@ -192,6 +194,7 @@ def _check(config: Config) -> None:
     checks: list[tuple[str, bool, str]] = [
         ("fleet.name", is_name(config.fleet.name), "is no valid name"),
         ("policy.name", config.policy.name in POLICIES, f"is none of {sorted(POLICIES)}"),
+        ("policy.move_gain", config.policy.move_gain >= 0, "must not be negative"),
         ("policy.turn_requests", config.policy.turn_requests >= 1, "must be at least 1"),
         ("policy.turn_least_ms", config.policy.turn_least_ms >= 0, "must not be negative"),
         ("policy.turn_most_ms", config.policy.turn_most_ms >= config.policy.turn_least_ms, "must be at least turn_least_ms"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from scheduler.moves import leaves
 from scheduler.policy import POLICIES, Policy, expected_us
 from scheduler.validation import Limits, Refusal, check_body, work_of
 from state import log_id as ids
@@ -58,7 +59,7 @@ from state.fair_queue import Share
 from state.fleet import DAMAGED, Adapter, Fleet, Group, Queued, Tenant, apply, gap_error, gap_expired, needed_bodies
 from state.invariants import violated
 from state.log import Commit, Entry, Result
-from state.plan import Turn, joinable, plan, plan_leave, plan_together
+from state.plan import Turn, joinable, plan, plan_leave, plan_move, plan_together
 from state.requests import (
     CONTROL_OPS,
     INLINE_BODY_BYTES,
@@ -347,22 +348,27 @@ class Core:
         if len(group.adapters) >= spec.max_adapters:
             raise Busy(f"group {group.name!r} holds {len(group.adapters)} adapters", retry_after_ms=5000)
         signature = body.signature
-        return RequestAccepted(request, group.name, (signature.rank, signature.alpha, signature.targets, signature.seed), body.unordered)
+        settled = (signature.rank, signature.alpha, signature.targets, signature.seed)
+        return RequestAccepted(request, group.name, settled, body.unordered, pinned=bool(body.group))
 
     def _home(self, envelope: Envelope) -> Group:
-        """The group named in the body, else the joined group with the fewest adapters."""
+        """The group named in the body, else the one with the least load of those that joined (and serve the base model named there)."""
         joined = [g for g in self.fleet.groups.values() if g.spec is not None]
-        try:
-            wish = decode_body(Op.CREATE_ADAPTER, envelope.body).group
-        except msgspec.DecodeError as error:
-            raise MalformedRequest(f"body of create_adapter: {error}") from error
-        if wish:
-            joined = [g for g in joined if g.name == wish]
-            if not joined:
-                raise BadSignature(f"there is no group {wish!r}")
         if not joined:
             raise NoGroup("no worker group has joined yet", retry_after_ms=1000)
-        return min(joined, key=lambda g: (len(g.adapters), g.name))
+        try:
+            body: CreateAdapter = decode_body(Op.CREATE_ADAPTER, envelope.body)
+        except msgspec.DecodeError as error:
+            raise MalformedRequest(f"body of create_adapter: {error}") from error
+        if body.group:
+            joined = [g for g in joined if g.name == body.group]
+            if not joined:
+                raise BadSignature(f"there is no group {body.group!r}")
+        if body.base_model:
+            joined = [g for g in joined if g.spec is not None and g.spec.base_model == body.base_model]
+            if not joined:
+                raise BadSignature(f"no group serves base model {body.base_model!r}")
+        return min(joined, key=lambda g: (not g.incarnation, len(g.queue.waiting), len(g.adapters), g.name))
 
     def _refuse(self, entry: Entry, envelope: Envelope | None, request: Request | None, error: HotdeskError) -> None:
         """Journals the refusal. A refusal of the body spends the seq, so that what was sent behind it can run."""
@@ -593,6 +599,9 @@ def _heed(envelope: Envelope) -> None:
 
 def decide(fleet: Fleet, group: Group, policy: Policy | None = None) -> list[Step]:
     """What an idle group does next: the policy's turn, planned. Pure; `replay --verify` calls it at every recorded decision."""
+    leaving = leaves(fleet, group)
+    if leaving is not None:
+        return plan_move(fleet, group, *leaving)
     chosen = policy or POLICIES[fleet.settings.policy]
     turn = chosen.turn(fleet, group)
     if turn is None:

@@ -30,7 +30,6 @@ class Run(msgspec.Struct, frozen=True):
     model_id: str
     session_id: str
     base_model: str
-    group: str
     rank: int
     created_ms: int
     seed: int = 0

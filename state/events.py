@@ -37,6 +37,7 @@ class StepKind(enum.StrEnum):
     SPILL = "spill"  # host slot to disk
     SNAPSHOT = "snapshot"  # slot to a durable snapshot
     RESTORE = "restore"  # durable snapshot to slot
+    MOVE = "move"  # let go of an adapter whose snapshot holds all of it: another group restores it
     WAKE_SAMPLER = "wake_sampler"
     SLEEP_SAMPLER = "sleep_sampler"
     PUBLISH = "publish"  # slot's weights to the sampler
@@ -60,6 +61,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     before: int = 0  # snapshot: the one before the last, kept as well
     next: str = ""  # a hint: the adapter whose turn comes after this one
     redo: bool = False  # re-execution after a loss: its outcome was given out before
+    to: str = ""  # move: the group that the adapter goes to
     beside: bool = False  # snapshot: copied in the step, written beside those after it; `Facts.written` says when it is durable
 
 
@@ -116,6 +118,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     device_slots: int = 1
     host_slots: int = 64
     max_adapters: int = 1024
+    kin: str = ""  # groups of equal kin hold and compute the same bits, so that an adapter may move from one to the other
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -157,6 +160,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     shares: dict[str, Share] = {}
     plan_us: int = 0  # turns are planned together, as one commit, while they are expected to take no longer than this; 0: one by one
     resident_turns: int = 0  # a resident that had work in so many turns keeps its device slot; 0: the oldest gives way
+    move_gain: float = 0.0  # an adapter leaves once what others waited for in its group is so many times what the move costs; 0: never
     parking: bool = True  # test seam: False plants the lost-gradient fault that the suite must notice
 
     def share(self, tenant: str) -> Share:
@@ -171,6 +175,7 @@ class RequestAccepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="requ
     group: str = ""  # create_adapter: the adapter's home
     signature: tuple[int, float, tuple[str, ...], int] | None = None  # create_adapter: rank, alpha, targets, seed
     unordered: bool = False  # create_adapter: seqs are identities, not an order
+    pinned: bool = False  # create_adapter: its tenant named the group, which it does not leave
 
 
 class RequestRefused(msgspec.Struct, frozen=True, omit_defaults=True, tag="request_refused/1"):

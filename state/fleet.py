@@ -56,6 +56,7 @@ SWITCHING = frozenset(
         StepKind.PUBLISH,
         StepKind.FETCH,
         StepKind.SPILL,
+        StepKind.MOVE,
     }
 )
 OUTCOME_BUCKET_MS = 60_000  # outcomes are forgotten a bucket at a time, so that forgetting costs nothing per event
@@ -126,6 +127,7 @@ class Adapter(msgspec.Struct, array_like=True):
     writing_bytes: int = 0
     writing_voided: bool = False
     unordered: bool = False  # its requests run as they come; `next_seq` and `settled` mean nothing
+    pinned: bool = False  # its tenant chose the group
 
     @property
     def head(self) -> Queued | None:
@@ -184,6 +186,8 @@ class Group(msgspec.Struct, array_like=True):
     snapshot_us: int = 0  # what the last snapshot cost to write
     joined_epoch: int = 0  # the term in which its workers last reported: a new leader plans nothing before it has asked them
     writing: str = ""  # the adapter whose snapshot is being written: one at a time, since its copy takes an adapter's memory
+    crowded_us: int = 0  # how long tenants waited for each other since an adapter last left or came, added up over all who waited
+    moves: int = 0
 
 
 class Tenant(msgspec.Struct, array_like=True):
@@ -269,6 +273,8 @@ def advance(expected: Expected, step: Step) -> None:
         device.live = step.adapter
     if step.adapter and step.kind in STEP_MOVES:
         where[step.adapter] = moved(where[step.adapter], STEP_MOVES[step.kind])
+        if step.kind is StepKind.MOVE and device.live == step.adapter:
+            device.live = STALE
     elif step.parts and step.kind is StepKind.BACKLOAD:
         device.parts = tuple(p for p in ALL_PARTS if p in device.parts or p in step.parts)
     elif step.parts and step.kind is StepKind.OFFLOAD:
@@ -311,7 +317,7 @@ def _request_accepted(fleet: Fleet, log_id: int, event: RequestAccepted) -> None
     fleet.queued += 1
     if event.signature is not None:
         adapter = Adapter(request.adapter, request.tenant, request.lane, event.group, Signature(*event.signature))
-        adapter.unordered = event.unordered
+        adapter.unordered, adapter.pinned = event.unordered, event.pinned
         fleet.adapters[request.adapter] = adapter
         fleet.groups[event.group].adapters[request.adapter] = None
         tenant.adapters += 1
@@ -432,8 +438,21 @@ def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
             _durable(group, adapter)
     elif step.kind is StepKind.RESTORE:
         adapter.redone = 0
+    elif step.kind is StepKind.MOVE:
+        _change_group(group, fleet.groups[step.to], adapter)
     _heard(fleet, group, event.facts)
     _reindex(fleet, adapter, log_id)
+
+
+def _change_group(old: Group, new: Group, adapter: Adapter) -> None:
+    """Versions of its snapshots are ids of steps, and must go on growing: so the new group's steps go on from the old one's."""
+    old.crowded_us = new.crowded_us = 0
+    old.moves += 1
+    del old.adapters[adapter.key]
+    old.queue.leave(adapter.tenant, adapter.key)
+    new.adapters[adapter.key] = None
+    new.next_step = max(new.next_step, old.next_step)
+    adapter.group, adapter.last_turn = new.name, new.turn
 
 
 def _heard(fleet: Fleet, group: Group, facts: Facts) -> None:
@@ -554,7 +573,8 @@ def _observe(fleet: Fleet, group: Group, facts: Facts) -> None:
 def _observe_adapter(group: Group, adapter: Adapter, seen: AdapterFacts) -> None:
     adapter.residency = Residency(seen.residency)
     adapter.pending, adapter.dirty, adapter.spilled = seen.pending, seen.dirty, seen.spilled
-    adapter.optimizer_step, adapter.digest = seen.optimizer_step, seen.digest
+    if adapter.residency is not Residency.LOST:
+        adapter.optimizer_step, adapter.digest = seen.optimizer_step, seen.digest
     if adapter.residency is Residency.RESIDENT:
         group.residents[adapter.key] = adapter.last_turn
     else:
@@ -594,6 +614,7 @@ def _charge(fleet: Fleet, group: Group, step: Step, cost_us: int, facts: Facts) 
     tenant.used_us += cost_us
     queue = group.queue
     queue.charge(payer, cost_us, fleet.settings.share(payer))
+    group.crowded_us += cost_us * (len(queue.waiting) - (payer in queue.waiting))
     queue.phase_us = 0 if step.kind in (StepKind.WAKE_SAMPLER, StepKind.SLEEP_SAMPLER) else queue.phase_us + cost_us
     if step.kind in SWITCHING:
         queue.moved_us += cost_us

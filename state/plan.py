@@ -55,6 +55,18 @@ def joinable(fleet: Fleet, group: Group, turn: Turn) -> bool:
     )
 
 
+def plan_move(fleet: Fleet, group: Group, adapter: Adapter, to: str) -> list[Step]:
+    """Steps after which `adapter` is another group's: all it is lies in a durable snapshot, from which that group restores it."""
+    assert adapter.head is not None
+    planner = _Planner(fleet, group, adapter)
+    planner.request_id = adapter.head.request.request_id
+    planner.needs(Needs(slot=True))
+    if adapter.history or not adapter.snapshot:
+        planner.add(StepKind.SNAPSHOT, adapter.key, version=adapter.snapshot, before=adapter.previous)
+    planner.add(StepKind.MOVE, adapter.key, to=to)
+    return planner.steps
+
+
 def plan_leave(fleet: Fleet, group: Group) -> list[Step]:
     """Steps that put a group to rest before a clean shutdown: pending gradients parked, every changed adapter snapshotted."""
     steps: list[Step] = []
@@ -129,6 +141,7 @@ class _Planner:
         version: int = 0,
         before: int = 0,
         beside: bool = False,
+        to: str = "",
     ) -> None:
         step = Step(
             id=self.group.next_step + len(self.steps),
@@ -144,6 +157,7 @@ class _Planner:
             next=self.take_hint(op),
             redo=redo,
             before=before,
+            to=to,
             beside=beside,
         )
         advance(self.expected, step)

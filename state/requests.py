@@ -80,8 +80,9 @@ class CreateAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     sampler of one fixed version needs, whose clients do not know of each other."""
 
     signature: Signature
-    group: str = ""  # a wish; empty lets the daemon choose
+    group: str = ""  # a wish, which it then never leaves; empty lets the daemon choose
     unordered: bool = False
+    base_model: str = ""  # a wish too: any group that serves it
 
 
 class Forward(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -13,7 +13,7 @@ An adapter's own machine (invariants 1, 2, 4):
     offloaded --backload-->  resident    brought in ahead of its turn
     resident  --offload-->   offloaded   another adapter, or the sampler, needs the room
     any       --unload-->    gone
-    any       --lose-->      lost        the workers died
+    any       --lose-->      lost        the workers died, or it moved: its new group restores it from the snapshot of its old one
     lost      --restore-->   offloaded   from the last snapshot
     lost      --create-->    offloaded   no snapshot yet: from the seed again
 
@@ -135,5 +135,6 @@ STEP_MOVES: dict[StepKind, Move] = {
     StepKind.OFFLOAD: M.OFFLOAD,
     StepKind.FLUSH: M.FLUSH,
     StepKind.RESTORE: M.RESTORE,
+    StepKind.MOVE: M.LOSE,
 }
 OP_MOVES: dict[Op, Move] = {Op.CREATE_ADAPTER: M.CREATE, Op.UNLOAD: M.UNLOAD}

@@ -88,7 +88,7 @@ class Synchronous:
         self.given = machine  # a real worker's machine instead of simulated ones
         self.machines: dict[str, Machine] = {}
         self.incarnations: dict[str, str] = {}
-        self.disks = {name: SimulatedDisk() for name in groups}
+        self.disk = SimulatedDisk()
         self._intake = 0
         self._born = 0
         self._pending: list[Input] = []
@@ -107,7 +107,7 @@ class Synchronous:
 
     def reborn(self, name: str) -> Joined:
         """New workers, as after a start or a death; snapshots are on disk and survive."""
-        engine = SimulatedEngine(self.spec, disk=self.disks[name])
+        engine = SimulatedEngine(self.spec, disk=self.disk)
         self._born += 1
         self.machines[name] = self.given or Machine(engine, guard_pending=self.guard_pending)
         self.incarnations[name] = f"born-{self._born}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 import msgspec
@@ -56,3 +57,20 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: float = 600.0
     model: ModelConfig = ModelConfig()
     simulated_cost_us: dict[str, int] = {}
+
+    @property
+    def kin(self) -> str:
+        """Groups in which an adapter has the same layout and every computation the same bits, given like devices."""
+        same = (
+            self.backend,
+            self.model,
+            self.tp,
+            self.dp,
+            self.max_rank,
+            self.targets,
+            self.dtype,
+            self.optimizer,
+            self.overlap,
+            self.bucket_size,
+        )
+        return hashlib.sha256(msgspec.json.encode(same)).hexdigest()[:12]

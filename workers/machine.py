@@ -379,6 +379,12 @@ class Machine:
         self._take(step.adapter, self.engine.restore(step.adapter, step.version, pending=not step.discard))
         return b""
 
+    def _move(self, step: Step, body: bytes) -> bytes:
+        """Lets go of what the snapshot before this step holds: another group restores it."""
+        self._slot_is_current(step)
+        self._lose(step.adapter)
+        return b""
+
     def _take(self, adapter: str, seen: AdapterFacts) -> None:
         self.lost.discard(adapter)
         self.held[adapter] = Held(Residency.OFFLOADED, pending=seen.pending, optimizer_step=seen.optimizer_step, digest=seen.digest)
@@ -490,7 +496,7 @@ class Machine:
     def _slot_is_current(self, step: Step) -> None:
         held = self.held[step.adapter]
         if held.state_dirty or held.grads_dirty:
-            raise PendingUnparked(f"{step.op}: the slot of {step.adapter} is behind the device; flush first")
+            raise PendingUnparked(f"{step.op or step.kind}: the slot of {step.adapter} is behind the device; flush first")
 
     def _load_state(self, step: Step, body: bytes) -> msgspec.Struct:
         """Slot first; a live or resident adapter's device copy follows in the same step, so neither is ever behind."""
@@ -521,6 +527,7 @@ _STEPS: dict[StepKind, Callable[[Machine, Step, bytes], bytes]] = {
     StepKind.SPILL: Machine._spill,
     StepKind.SNAPSHOT: Machine._snapshot,
     StepKind.RESTORE: Machine._restore,
+    StepKind.MOVE: Machine._move,
     StepKind.WAKE_SAMPLER: Machine._wake_sampler,
     StepKind.SLEEP_SAMPLER: Machine._sleep_sampler,
     StepKind.PUBLISH: Machine._publish,

@@ -47,6 +47,7 @@ SIMULATED_SPEC = GroupSpec(
     vocab_size=256,
     max_sequence_tokens=2048,
     base_model="simulated",
+    kin="simulated",
 )
 SLOT_BYTES = 1000  # declared, so that byte gauges move
 

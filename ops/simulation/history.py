@@ -67,8 +67,10 @@ async def _history(seed: int, size: Size, settings: Settings | None, guard_pendi
     programs = _programs(seed, size, rng)
     slots = rng.choice((1, 2, 3))
     spec = msgspec.structs.replace(SIMULATED_SPEC, device_slots=slots, host_slots=rng.choice((slots + 1, 64)))
-    for name in ("left", "right") if rng.random() < 0.3 else ("main",):
+    for name in ("left", "right") if rng.random() < 0.5 else ("main",):
         world.workers[name] = Workers(world, name, spec, guard_pending)
+    if "right" in world.workers and rng.random() < 0.7:
+        world.workers["right"].late_s = 3 * rng.random()  # adapters begin on the other group, and may move
     settings = settings or _settings(rng)
     candidates, attached = rng.choice((1, 1, 2)), rng.random() < 0.3
     with anyio.move_on_after(PATIENCE_S) as patience:
@@ -122,6 +124,7 @@ def _settings(rng: random.Random) -> Settings:
         snapshot_share=rng.choice((0.0, 0.3)),
         snapshot_beside=rng.choice((False, True)),
         resident_turns=rng.choice((0, 2, 64)),
+        move_gain=rng.choice((0.0, 0.001, 0.1)),
     )
 
 

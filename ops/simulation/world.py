@@ -65,6 +65,9 @@ class World:
         self.server = Server(self)
         self.disks: dict[str, SimulatedFiles] = {}
         self.workers: dict[str, Workers] = {}
+        self.adapters = SimulatedDisk()  # all groups' snapshots and checkpoints; outlives their processes
+        self.adapters.refuses = lambda: self.strikes("adapter_snapshot_fails")
+        self.damaged: dict[str, int] = {}  # adapter -> its newest damaged snapshot
         self.over = False
 
     def strikes(self, fault: str) -> bool:
@@ -234,14 +237,12 @@ class SimulatedFiles:
 
 
 class Workers:
-    """The processes of one group. `disk` outlives them."""
+    """The processes of one group."""
 
     def __init__(self, world: World, name: str, spec: GroupSpec, guard_pending: bool = True) -> None:
         self.world, self.name, self.spec, self.guard_pending = world, name, spec, guard_pending
-        self.disk = SimulatedDisk()
-        self.disk.refuses = lambda: world.strikes("adapter_snapshot_fails")
-        self.damaged: dict[str, int] = {}
         self.born = 0
+        self.late_s = 0.0  # how long they take to be there for the first time
         self.dead = True
         self.machine: Machine
 
@@ -252,15 +253,15 @@ class Workers:
     def be_born(self) -> None:
         self.born += 1
         self.dead = False
-        self.machine = Machine(SimulatedEngine(self.spec, disk=self.disk), guard_pending=self.guard_pending)
+        self.machine = Machine(SimulatedEngine(self.spec, disk=self.world.adapters), guard_pending=self.guard_pending)
 
     def die(self) -> None:
         """What a process leaves behind may be damaged: of each adapter's snapshots the newest, and no other until there are two more."""
         self.dead = True
-        for adapter, kept in self.disk.snapshots.items():
-            whole = [version for version in kept if version > self.damaged.get(adapter, 0)]
+        for adapter, kept in self.world.adapters.snapshots.items():
+            whole = [version for version in kept if version > self.world.damaged.get(adapter, 0)]
             if len(whole) > 1 and self.world.strikes("adapter_snapshot_damaged"):
-                self.damaged[adapter] = max(kept)
+                self.world.damaged[adapter] = max(kept)
                 kept.pop(max(kept))
 
     def check(self, incarnation: str) -> None:
@@ -279,6 +280,8 @@ class RemoteGroup:
 
     async def start(self, epoch: int) -> Status:
         await self.host.point()
+        if not self.workers.born:
+            await anyio.sleep(self.workers.late_s)
         if self.workers.dead or (self.attached and self.workers.incarnation != self.incarnation):
             self.workers.die()
             self.workers.be_born()

@@ -458,7 +458,7 @@ def test_a_damaged_snapshot_costs_time_and_no_bit(kill_after, damaged):
         for fleet in (control, bench):
             fleet.program("ada", [op], first=seq)
             fleet.settle()
-        kept = bench.disks["main"].snapshots.get("ada/poet", {})
+        kept = bench.disk.snapshots.get("ada/poet", {})
         if seq == kill_after:
             bench.kill()
             for version in sorted(kept)[-1:] if damaged == 1 else sorted(kept)[:1] * (len(kept) == 1):
@@ -477,7 +477,7 @@ def test_both_snapshots_damaged_is_an_error_with_words():
     bench.program("ada", [FB, STEP], first=3)
     bench.settle()
     bench.kill()
-    bench.disks["main"].snapshots.clear()
+    bench.disk.snapshots.clear()
     bench.join()
     lost = bench.send("ada", "poet", 5, Op.FORWARD, forward_body())
     bench.settle()

@@ -176,7 +176,7 @@ def test_an_adapter_whose_snapshot_is_gone_says_so_and_can_be_unloaded():
     bench.program("ada", [FB, STEP])
     bench.settle()
     bench.kill()
-    bench.disks["main"].snapshots.clear()
+    bench.disk.snapshots.clear()
     bench.join()
     lost = bench.send("ada", "poet", 3, Op.FORWARD, forward_body())
     bench.settle()

@@ -362,6 +362,29 @@ class Conformance:
         device.swap(a)
         assert device.train(a, 3) == control
 
+    def test_an_adapter_that_moves_leaves_nothing_behind_and_is_restored_as_it_was(self, device):
+        """Away and back: what another group of the same kind would find. Its gradients of a half-done window come along."""
+        a, alone = self.name(device, "a"), self.name(device, "alone")
+        device.create(alone, 1)
+        device.swap(alone)
+        device.train(alone, 1)
+        device.run(alone, Op.FORWARD_BACKWARD, batch(2))
+        control = device.train(alone, 3)
+        device.create(a, 1)
+        device.swap(a)
+        device.train(a, 1)
+        device.run(a, Op.FORWARD_BACKWARD, batch(2))
+        assert code(device.do(StepKind.MOVE, a, to="other")) == "PendingUnparked"  # the slot is behind the device
+        device.ok(StepKind.FLUSH, a)
+        device.ok(StepKind.SNAPSHOT, a)
+        version = device.last
+        facts = device.ok(StepKind.MOVE, a, to="other").facts
+        assert (facts.live, [(seen.adapter, seen.residency) for seen in facts.adapters]) == (STALE, [(a, "lost")])
+        assert code(device.do(StepKind.SWAP, a)) == "UnknownSlot"
+        device.ok(StepKind.RESTORE, a, version=version)
+        device.swap(a)
+        assert device.train(a, 3) == control
+
     def test_a_snapshot_written_beside_the_steps_holds_what_it_copied(self, device):
         """The adapter trains on, and its slot changes, while the snapshot is on its way to the disk."""
         a, alone = self.name(device, "a"), self.name(device, "alone")

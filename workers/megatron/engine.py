@@ -134,6 +134,7 @@ class MegatronEngine:
             device_slots=self.device_slots_most,
             host_slots=self.arena.states.count,
             max_adapters=config.max_adapters,
+            kin=config.kin,
         )
 
     @staticmethod
