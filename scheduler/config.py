@@ -63,6 +63,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant_queue: int = 256
     total_queue: int = 8192
     result_retention_s: float = 600.0
+    outcomes: int = 200_000
     snapshot_after_requests: int = 1024
     snapshot_after_bytes: int = 256 * 2**20
     snapshot_share: float = 0.05
@@ -137,6 +138,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tenant_queue=self.limits.tenant_queue,
             total_queue=self.limits.total_queue,
             result_retention_ms=int(self.limits.result_retention_s * 1000),
+            outcomes=self.limits.outcomes,
             snapshot_after_requests=self.limits.snapshot_after_requests,
             snapshot_fallback=True,
             snapshot_share=self.limits.snapshot_share,

@@ -91,7 +91,7 @@ MAX_FAILURES_IN_A_ROW = 3  # a step that cannot work fails its request after thi
 # --- inputs -------------------------------------------------------------------------------------------------------
 
 
-class Finished(msgspec.Struct, frozen=True):
+class Finished(msgspec.Struct, frozen=True, gc=False):
     group: str
     incarnation: str
     outcome: StepOutcome

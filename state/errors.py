@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """An error as data. `code` is the class name in `ERRORS`."""
 
     code: str

@@ -7,6 +7,7 @@ bytes (invariant 8).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ SWITCHING = frozenset(
 OUTCOME_BUCKET_MS = 60_000  # outcomes are forgotten a bucket at a time, so that forgetting costs nothing per event
 
 
-class Queued(msgspec.Struct, array_like=True):
+class Queued(msgspec.Struct, array_like=True, gc=False):
     """An accepted request that has no terminal state yet. `at`: log id of its acceptance."""
 
     request: Request
@@ -70,7 +71,7 @@ class Queued(msgspec.Struct, array_like=True):
     doubtful: bool = False  # its checkpoint may be written: the workers were lost before they said so
 
 
-class Outcome(msgspec.Struct, array_like=True):
+class Outcome(msgspec.Struct, array_like=True, gc=False):
     """How a request ended. `at` is also the id of its entry in the tenant's results stream."""
 
     status: str
@@ -81,7 +82,7 @@ class Outcome(msgspec.Struct, array_like=True):
     error: ErrorInfo | None = None
 
 
-class Redo(msgspec.Struct, array_like=True):
+class Redo(msgspec.Struct, array_like=True, gc=False):
     """A training request applied since the last snapshot, and the adapter's digest right after it."""
 
     request: Request
@@ -145,7 +146,13 @@ class Adapter(msgspec.Struct, array_like=True):
         return self.residency is Residency.LOST or self.redone < len(self.history)
 
 
-class Device(msgspec.Struct, array_like=True):
+_PARTS = {
+    here: tuple(part for part, is_here in zip(ALL_PARTS, here) if is_here)
+    for here in itertools.product((False, True), repeat=len(ALL_PARTS))
+}
+
+
+class Device(msgspec.Struct, array_like=True, gc=False):
     """What a group's device holds, as its worker last reported it."""
 
     live: str = ""
@@ -155,8 +162,7 @@ class Device(msgspec.Struct, array_like=True):
 
     @staticmethod
     def observed(facts: Facts) -> Device:
-        parts = tuple(p for p, here in zip(ALL_PARTS, (facts.weights, facts.grads, facts.optimizer)) if here)
-        return Device(facts.live, parts, facts.sampler, facts.published)
+        return Device(facts.live, _PARTS[facts.weights, facts.grads, facts.optimizer], facts.sampler, facts.published)
 
 
 class Group(msgspec.Struct, array_like=True):
@@ -219,6 +225,7 @@ class Fleet(msgspec.Struct, array_like=True):
     groups: dict[str, Group] = {}
     outcomes: dict[int, dict[str, Outcome]] = {}  # bucket of time -> request id -> outcome
     gaps: dict[str, None] = {}  # adapters that wait for a missing seq
+    remembered: int = 0  # outcomes
 
     def outcome(self, request_id: str) -> Outcome | None:
         for bucket in reversed(self.outcomes.values()):
@@ -440,8 +447,8 @@ def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
         adapter.redone = 0
     elif step.kind is StepKind.MOVE:
         _change_group(group, fleet.groups[step.to], adapter)
+        _reindex(fleet, adapter, log_id)
     _heard(fleet, group, event.facts)
-    _reindex(fleet, adapter, log_id)
 
 
 def _change_group(old: Group, new: Group, adapter: Adapter) -> None:
@@ -682,9 +689,10 @@ def _doubt(fleet: Fleet, group: Group) -> None:
 def _remember(fleet: Fleet, request_id: str, outcome: Outcome) -> None:
     bucket = ms_of(outcome.at) // OUTCOME_BUCKET_MS
     fleet.outcomes.setdefault(bucket, {})[request_id] = outcome
-    oldest = bucket - 1 - fleet.settings.result_retention_ms // OUTCOME_BUCKET_MS
-    while fleet.outcomes and (first := next(iter(fleet.outcomes))) < oldest:
-        del fleet.outcomes[first]
+    fleet.remembered += 1
+    oldest, most = bucket - 1 - fleet.settings.result_retention_ms // OUTCOME_BUCKET_MS, fleet.settings.outcomes
+    while (first := next(iter(fleet.outcomes))) < oldest or (most and fleet.remembered > most and first < bucket):
+        fleet.remembered -= len(fleet.outcomes.pop(first))
 
 
 def _reindex(fleet: Fleet, adapter: Adapter, log_id: int) -> None:

@@ -50,7 +50,7 @@ TRAINING_OPS = frozenset({Op.FORWARD, Op.FORWARD_BACKWARD, Op.OPTIM_STEP})
 DTYPE_BYTES = {"float32": 4, "int32": 4, "int64": 8, "bfloat16": 2}
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class Tensor(msgspec.Struct, frozen=True, gc=False):
     """Raw little-endian bytes with dtype and shape."""
 
     dtype: str
@@ -58,7 +58,7 @@ class Tensor(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class Datum(msgspec.Struct, frozen=True):
+class Datum(msgspec.Struct, frozen=True, gc=False):
     """One sequence. `tokens` int32 [T]; `inputs`: what the loss needs, each [T]:
     `target_tokens` int32/int64, `weights`, `logprobs`, `advantages` float32."""
 
@@ -85,7 +85,7 @@ class CreateAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     base_model: str = ""  # a wish too: any group that serves it
 
 
-class Forward(msgspec.Struct, frozen=True, omit_defaults=True):
+class Forward(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Body of `forward` and `forward_backward`. The loss is a sum over tokens; gradients of several requests add up."""
 
     data: tuple[Datum, ...]
@@ -93,7 +93,7 @@ class Forward(msgspec.Struct, frozen=True, omit_defaults=True):
     loss_config: dict[str, float] = {}
 
 
-class OptimStep(msgspec.Struct, frozen=True, omit_defaults=True):
+class OptimStep(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """AdamW (Loshchilov and Hutter 2019): decoupled decay; `grad_clip_norm` 0 means no clipping."""
 
     learning_rate: float = 1e-4
@@ -104,7 +104,7 @@ class OptimStep(msgspec.Struct, frozen=True, omit_defaults=True):
     grad_clip_norm: float = 0.0
 
 
-class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """`prompt` int32 [T]. `stop`: token sequences that end a sample. `top_k` -1 and `top_p` 1 switch the filter off;
     `temperature` 0 is greedy."""
 
@@ -177,7 +177,7 @@ _JSON_DECODERS = {op: msgspec.json.Decoder(body) for op, body in BODIES.items()}
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")  # equal bodies have equal bytes, hence equal digests
 
 
-class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):
+class Envelope(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One intake entry: fields `h` (this, without the body) and `b` (the body).
 
     `lane` orders work on an adapter: `name` or `name:instance`, in `seq` order from 0 (`create_adapter`). An instance tells an
@@ -238,14 +238,14 @@ def decode_envelope(header: bytes) -> Envelope:
 # --- results -----------------------------------------------------------------------------------------------------
 
 
-class ForwardResult(msgspec.Struct, frozen=True):
+class ForwardResult(msgspec.Struct, frozen=True, gc=False):
     """`logprobs` float32 [T] per datum, of its target tokens; `metrics` include `loss:sum` and `tokens:sum`."""
 
     logprobs: tuple[Tensor, ...]
     metrics: dict[str, float]
 
 
-class OptimStepResult(msgspec.Struct, frozen=True):
+class OptimStepResult(msgspec.Struct, frozen=True, gc=False):
     optimizer_step: int
     metrics: dict[str, float]
     digest: str  # of the adapter's masters, moments and step after the update
@@ -258,7 +258,7 @@ class TopK(msgspec.Struct, frozen=True):
     logprobs: Tensor
 
 
-class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sequence(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """`tokens` int32 [n], `logprobs` float32 [n]; `stop_reason` is `stop` or `length`."""
 
     tokens: Tensor
@@ -267,7 +267,7 @@ class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
     topk: TopK | None = None
 
 
-class SampleResult(msgspec.Struct, frozen=True, omit_defaults=True):
+class SampleResult(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """`prompt_logprobs` float32 [T], NaN at position 0; `topk_prompt_logprobs` of the positions from 1 on."""
 
     sequences: tuple[Sequence, ...]
@@ -319,7 +319,7 @@ RESULTS: dict[Op, type[msgspec.Struct]] = {
 }
 
 
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How a request ended, as the producer reads it.
 
     `status`: completed, failed, cancelled, refused, or busy (not accepted: send again). `result`: encoded struct of `RESULTS`.

@@ -20,7 +20,7 @@ from state.events import Facts, GroupSpec, Step
 REMEMBERED_OUTCOMES = 512  # a plan is far shorter; what is older was settled in the log long ago
 
 
-class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+class Call(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """`after`: the step that must have finished just before this one; 0 opens a plan. `body`: of an `execute`."""
 
     epoch: int
@@ -29,7 +29,7 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     body: bytes = b""
 
 
-class StepOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
+class StepOutcome(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Exactly one of `error` and a finished step. A failed step may still report `facts`: what the device holds now."""
 
     step_id: int

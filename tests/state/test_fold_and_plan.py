@@ -12,7 +12,7 @@ from state.events import ALL_KINDS, AdapterFacts, Facts, LeaderElected, Part, Se
 from state.fleet import Fleet, apply, decode, encode
 from state.requests import CONTROL_OPS, Op, SaveState, Unload
 from state.residency import EDGES, NEEDS, ForbiddenMove, Move, Residency, moved
-from tests.harness import FAILING, Synchronous, digests
+from tests.harness import FAILING, Synchronous, default_body, digests
 from workers.simulated import SIMULATED_SPEC
 
 FB, STEP, SAMPLE, FORWARD = Op.FORWARD_BACKWARD, Op.OPTIM_STEP, Op.SAMPLE, Op.FORWARD
@@ -254,3 +254,18 @@ def test_every_kind_of_event_survives_its_encoding():
 
 def test_parts_are_named_in_one_order():
     assert tuple(Part) == residency.ALL_PARTS
+
+
+def test_outcomes_are_remembered_within_a_bound_and_the_oldest_minutes_go_first():
+    bench = Synchronous(Settings(outcomes=40, result_retention_ms=10**9))
+    bench.create("ada")
+    for minute in range(5):
+        bench.program("ada", [Op.OPTIM_STEP] * 20, first=1 + 20 * minute)
+        bench.settle()
+        bench.now_ms += 60_000
+    remembered = [request_id for bucket in bench.fleet.outcomes.values() for request_id in bucket]
+    assert len(remembered) == bench.fleet.remembered == 40
+    assert remembered[-1] == "ada/poet/100"
+    late = bench.send("ada", "poet", 3, Op.OPTIM_STEP, default_body(Op.OPTIM_STEP, 3))
+    bench.settle()
+    assert bench.error(late) == "ResultExpired"
