@@ -56,7 +56,7 @@ RETRY_FIRST_S, RETRY_MOST_S = 0.05, 5.0
 AHEAD = 2  # calls that a group has at once: one that runs, and one that waits
 HEARTBEAT_S = 2.0  # how often an idle group is asked whether it lives
 HOUSE_EVERY_S = 60.0  # between two snapshots of the state, and what follows them
-HOUSE_EVERY_EVENTS = 25_000  # so that a start takes less than a second, however busy the fleet was
+HOUSE_EVERY_EVENTS = 20_000  # so that a start takes less than a second, however busy the fleet was
 DUMP = "state-dump.msgpack"
 
 

@@ -40,7 +40,7 @@ def cost(step: Step, work: int) -> int:
 
 
 def settings(policy: str, **more: Any) -> Settings:
-    return Settings(policy, tenant_queue=10**6, total_queue=10**9, snapshot_after_requests=10**9, **more)
+    return Settings(policy, **{"tenant_queue": 10**6, "total_queue": 10**9, "snapshot_after_requests": 10**9, **more})
 
 
 def accepted(tenant: str, seq: int, op: Op, group: str) -> RequestAccepted:

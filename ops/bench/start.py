@@ -40,7 +40,8 @@ REQUESTS_PER_S = 1000
 
 def history() -> Iterator[tuple[int, Event]]:
     """The first rounds by the scheduler's own model; then its last round again and again, each with the next seqs and steps."""
-    model = Model(settings("fair", outcomes=Config().limits.outcomes), {"main": SPEC}, cost, keep=True)
+    bounds = {"outcomes": Config().limits.outcomes, "snapshot_after_requests": 2}  # of every turn, so that rounds are alike
+    model = Model(settings("fair", **bounds), {"main": SPEC}, cost, keep=True)
     for number in range(TENANTS):
         model.accept(accepted(f"t{number}", 0, Op.CREATE_ADAPTER, "main"))
     events = model.kept or []

@@ -222,7 +222,7 @@ def test_a_damaged_or_partial_checkpoint_is_refused_and_the_adapter_stays_as_it_
     assert device.run("t/a", Op.FORWARD, batch(2)) == before
 
 
-def test_ten_thousand_switches_leave_host_and_device_bytes_flat(hosted, device):
+def test_thousands_of_switches_leave_host_and_device_bytes_flat(hosted, device):
     engine = hosted.machine.engine
     for adapter in ("t/a", "t/b", "t/c"):
         device.create(adapter, 1)
@@ -234,9 +234,9 @@ def test_ten_thousand_switches_leave_host_and_device_bytes_flat(hosted, device):
         if keep:
             break
     seen = set()
-    for number in range(10_000):
+    for number in range(10_000 if hosted.machine.engine.config.optimizer == "distributed" else 1_000):
         device.swap(("t/b", "t/c", "t/a")[number % 3], keep=True)
-        if number % 1000 == 0:
+        if number % 100 == 0:
             seen.add((engine.device_bytes(), engine.host_bytes(), engine.arena.wasted_bytes))
     assert len(seen) == 1
     hosted.machine.gate.outcomes.clear()

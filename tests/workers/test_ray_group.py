@@ -23,7 +23,6 @@ from workers.ray_group import RayGroup, ray
 SHAPES = {
     "tp2": {"tp": 2},
     "dp2-bfloat16-overlap": {"dp": 2, "dtype": "bfloat16", "overlap": True, "bucket_size": 3000},
-    "dp2-precision-aware": {"dp": 2, "dtype": "bfloat16", "optimizer": "precision_aware_remainders"},
 }
 
 
@@ -48,6 +47,12 @@ def gpus() -> int:
 @pytest.fixture(scope="class", params=SHAPES)
 def hosted(request, portal):
     yield from started(made("main", **SHAPES[request.param], host_slots=192, cpus_per_rank=0.25), portal)
+
+
+@pytest.fixture(scope="class")
+def precision_aware(portal):
+    aware = {"dtype": "bfloat16", "optimizer": "precision_aware_remainders"}
+    yield from started(made("main", dp=2, **aware, host_slots=192, cpus_per_rank=0.25), portal)
 
 
 @pytest.fixture(scope="class")
@@ -79,12 +84,8 @@ class TestRayGroup(Conformance):
         yield from device_of(hosted, portal)
 
 
-class TestFourRanks:
-    """Both kinds of parallelism at once. Four processes are slow on few cores, so only what shards can break together."""
-
-    @pytest.fixture
-    def device(self, four_ranks, portal):
-        yield from device_of(four_ranks, portal)
+class Sharded:
+    """What shards can break together: processes are slow to start on few cores."""
 
     name, control = Conformance.name, Conformance.control
     test_interleaved_adapters_equal_undisturbed_ones = Conformance.test_interleaved_adapters_equal_undisturbed_ones
@@ -92,6 +93,20 @@ class TestFourRanks:
     test_pending_gradients_survive_the_device_being_given_away = Conformance.test_pending_gradients_survive_the_device_being_given_away
     test_a_snapshot_restores_pending_gradients_too = Conformance.test_a_snapshot_restores_pending_gradients_too
     test_sampler_weights_can_be_sampled_as_another_adapter = Conformance.test_sampler_weights_can_be_sampled_as_another_adapter
+
+
+class TestPrecisionAware(Sharded):
+    @pytest.fixture
+    def device(self, precision_aware, portal):
+        yield from device_of(precision_aware, portal)
+
+
+class TestFourRanks(Sharded):
+    """Both kinds of parallelism at once."""
+
+    @pytest.fixture
+    def device(self, four_ranks, portal):
+        yield from device_of(four_ranks, portal)
 
 
 # --- what dies --------------------------------------------------------------------------------------------------------
