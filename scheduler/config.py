@@ -87,6 +87,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     url: str
     model: str
+    dialect: Literal["vllm", "sglang"] = "vllm"
     key: str = ""
     connections: int = 64
     timeout_s: float = 600.0

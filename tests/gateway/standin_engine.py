@@ -2,9 +2,10 @@
 
 python -m tests.gateway.standin_engine PORT
 
-What stands in is the model: the next token's logits are drawn from a hash of the adapter's files and of the tokens before it. The protocol
-is vLLM's: adapters are loaded and unloaded by name and path, an unknown model is 404, a name twice is 400, completions take and give token
-ids. `/standin` sets faults and tells what was seen.
+What stands in is the model: the next token's logits are drawn from a hash of the adapter's files and of the tokens before it. The protocols
+are vLLM's (adapters are loaded and unloaded by name and path, an unknown model is 404, a name twice is 400, completions take and give
+token ids) and SGLang's (`/generate`, whose requests name the adapter; what is not loaded is 400 with words). `/standin` sets faults and
+tells what was seen.
 """
 
 from __future__ import annotations
@@ -60,6 +61,67 @@ class StandIn:
         del self.adapters[name]
         self.seen.append(f"unload {name} while {self.running} run")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def load_sglang(self, request: Request) -> Response:
+        name = (await request.json()).get("lora_name")
+        if name in self.adapters:
+            return updated(f"LoRA adapter {name} is already loaded.")
+        answer = await self.load(request)
+        return updated("" if answer.status_code == 200 else f"Failed to load LoRA adapter {name}")
+
+    async def unload_sglang(self, request: Request) -> Response:
+        """It waits for what runs by itself; this one is told by the test whether it had to."""
+        answer = await self.unload(request)
+        return updated("" if answer.status_code == 200 else "LoRA with that name does not exist, or was not loaded.")
+
+    async def generate(self, request: Request) -> Response:
+        asked = await request.json()
+        count = len(asked["input_ids"])
+        names = asked.get("lora_path") or ["base"] * count
+        if self.faults_left:
+            self.faults_left -= 1
+            return error(self.fault, "InternalServerError", "as it was told to")
+        if missing := set(names) - set(self.adapters):
+            return error(400, "BadRequest", f"The following requested LoRA adapters are not loaded: {missing}")
+        longest = max(len(ids) + params["max_new_tokens"] for ids, params in zip(asked["input_ids"], asked["sampling_params"]))
+        if longest > LONGEST:
+            return error(400, "BadRequest", f"Requested token count exceeds the model's maximum context length of {LONGEST} tokens.")
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(self.delay_s)
+        rows = zip(asked["input_ids"], asked["sampling_params"], names)
+        answers = [self._generated(ids, params, name, asked) for ids, params, name in rows]
+        self.running -= 1
+        self.seen.append(f"generate {names[0]}")
+        return JSONResponse(answers)
+
+    def _generated(self, ids: list[int], params: dict, name: str, asked: dict) -> dict:
+        """From the same model as a completion, in the other words."""
+        k, whole = asked["top_logprobs_num"], asked["logprob_start_len"] == 0
+        completion = {
+            "model": name,
+            "prompt": ids,
+            "seed": params["sampling_seed"],
+            "max_tokens": params["max_new_tokens"],
+            "temperature": params["temperature"],
+            "stop_token_ids": params["stop_token_ids"],
+            "ignore_eos": params["ignore_eos"],
+            "logprobs": k,
+            "prompt_logprobs": 0,
+        }
+        choice = self._choice(0, completion)
+        values, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+        meta = {
+            "finish_reason": {"type": choice["finish_reason"]},
+            "output_token_logprobs": [[value, token, None] for value, token in zip(values, choice["token_ids"])],
+        }
+        if k:
+            meta["output_top_logprobs"] = [rows_of({int(key[9:]): value for key, value in top.items()}, k) for top in tops]
+        if whole:
+            seen = [logprobs_after(self.adapters[name], ids[:at]) for at in range(1, len(ids))]
+            meta["input_token_logprobs"] = [[None, ids[0], None], *([float(row[token]), token, None] for row, token in zip(seen, ids[1:]))]
+            meta["input_top_logprobs"] = [None, *(rows_of({one: float(row[one]) for one in best(row, k)}, k) for row in seen)]
+        return {"text": "", "output_ids": choice["token_ids"], "meta_info": meta}
 
     async def completions(self, request: Request) -> Response:
         asked = await request.json()
@@ -127,6 +189,15 @@ class StandIn:
         )
 
 
+def updated(words: str) -> JSONResponse:
+    """SGLang's answer to a change of adapters; `words` empty: it was made."""
+    return JSONResponse({"success": not words, "error_message": words, "loaded_adapters": {}}, 400 if words else 200)
+
+
+def rows_of(logprobs: dict[int, float], k: int) -> list[list]:
+    return [[value, token, None] for token, value in sorted(logprobs.items(), key=lambda one: -one[1])[:k]]
+
+
 def logprobs_after(digest: str, tokens: list[int]) -> np.ndarray:
     number = hashlib.sha256(f"{digest}/{tokens}".encode()).digest()
     logits = np.random.default_rng(list(number)).normal(size=VOCABULARY) * 2
@@ -147,6 +218,9 @@ def main(port: int) -> None:
         Route("/v1/load_lora_adapter", standin.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", standin.unload, methods=["POST"]),
         Route("/v1/completions", standin.completions, methods=["POST"]),
+        Route("/load_lora_adapter", standin.load_sglang, methods=["POST"]),
+        Route("/unload_lora_adapter", standin.unload_sglang, methods=["POST"]),
+        Route("/generate", standin.generate, methods=["POST"]),
         Route("/standin", standin.standin, methods=["POST"]),
     ]
     uvicorn.run(Starlette(routes=routes), port=port, log_level="warning")

@@ -1,6 +1,6 @@
-"""The two samplers behind the gateway do the same: the Megatron group's own, and an external engine's. Here the engine is a stand-in
-(`standin_engine`, which says what it stands in for); the adapters that it loads were trained and exported by the Megatron group. Then what
-only an engine outside the log can do wrong.
+"""The samplers behind the gateway do the same: the Megatron group's own, and an external engine's, in two dialects. The engine is a
+stand-in (`standin_engine`, which says what it stands in for); the adapters that it loads were trained and exported by the Megatron group.
+Then what only an engine outside the log can do wrong.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ENGINE = """
 [gateway.engines.main]
 url = "{url}"
 model = "base"
+dialect = "{dialect}"
 connections = {connections}
 patience_s = 20.0
 """
@@ -57,12 +58,12 @@ class Process:
 class WithEngine:
     """A second gateway of the same fleet, which samples on an engine."""
 
-    def __init__(self, fleet) -> None:
+    def __init__(self, fleet, dialect: str) -> None:
         ports = free_port(), free_port()
         self.url, self.engine_url = (f"http://127.0.0.1:{port}" for port in ports)
-        config = fleet.directory / "with-engine.toml"
+        config = fleet.directory / f"with-{dialect}.toml"
         own = fleet.config.read_text().replace(f"port = {fleet.port}", f"port = {ports[0]}")
-        config.write_text(own + ENGINE.format(url=self.engine_url, connections=CONNECTIONS))
+        config.write_text(own + ENGINE.format(url=self.engine_url, connections=CONNECTIONS, dialect=dialect))
         self.engine = Process("tests.gateway.standin_engine", ports[1])
         self.gateway = Process("ops.cli", "gateway", "--config", config, "--data-dir", fleet.directory)
         self.wait()
@@ -84,7 +85,16 @@ class WithEngine:
 
 @pytest.fixture(scope="module")
 def with_engine(megatron):
-    made = WithEngine(megatron)
+    yield from running(megatron, "vllm")
+
+
+@pytest.fixture(scope="module")
+def with_sglang(megatron):
+    yield from running(megatron, "sglang")
+
+
+def running(megatron, dialect: str):
+    made = WithEngine(megatron, dialect)
     yield made
     made.gateway.kill()
     made.engine.kill()
@@ -95,9 +105,9 @@ def at_engine(with_engine):
     return trained(with_engine)
 
 
-@pytest.fixture(params=["group", "engine"])
-def trained_at(request, megatron):
-    return trained(megatron if request.param == "group" else request.getfixturevalue("with_engine"))
+@pytest.fixture(params=["megatron", "with_engine", "with_sglang"])
+def trained_at(request):
+    return trained(request.getfixturevalue(request.param))
 
 
 class Sampling:
@@ -152,7 +162,7 @@ def logprobs_of(response, index: int = 0) -> np.ndarray:
     return np.frombuffer(response.sequences[index].logprobs, "<f4")
 
 
-# --- what both must do ------------------------------------------------------------------------------------------------
+# --- what all of them must do ------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_is_decided_by_its_seed_and_its_logprobs_are_the_models(trained_at):
@@ -215,7 +225,10 @@ def test_a_sample_that_cannot_be_is_an_error_with_words(trained_at):
 # --- what only an engine outside the log can do wrong -------------------------------------------------------------------
 
 
-def test_an_engine_that_was_started_again_is_given_its_adapters_again(with_engine, at_engine):
+@pytest.mark.parametrize("engine", ["with_engine", "with_sglang"])
+def test_an_engine_that_was_started_again_is_given_its_adapters_again(request, engine):
+    with_engine = request.getfixturevalue(engine)
+    at_engine = trained(with_engine)
     before = tokens_of(at_engine.ask(1, [5, 9, 3]))
     with_engine.standin(delay_s=3.0)
     interrupted = at_engine.send(2, [5, 9, 3]).json()["request_id"]
