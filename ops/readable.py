@@ -45,7 +45,7 @@ def as_json(log_id: int, event: Event) -> bytes:
 def step_text(step: Step) -> str:
     what = f"{step.kind} {step.op}" if step.kind is StepKind.EXECUTE else str(step.kind)
     extras = [*step.parts, *(name for name in ("keep", "discard", "redo") if getattr(step, name))]
-    return " ".join(part for part in (f"#{step.id}", what, step.adapter, *extras) if part)
+    return " ".join(part for part in (f"#{step.id}", what, step.adapter, *extras, step.to and f"to {step.to}") if part)
 
 
 def detail(event: Event) -> str:

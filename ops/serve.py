@@ -22,6 +22,7 @@ from scheduler.embedded import EmbeddedServer
 from state.errors import ConfigError, ServerFault
 from state.files import directory_disk
 from state.redis_log import RedisLog
+from workers import checkpoints
 from workers.contract import WorkerGroup
 from workers.group_config import GroupConfig
 from workers.simulated import SIMULATED_SPEC, SimulatedGroup
@@ -119,7 +120,7 @@ def build_group(name: str, group: GroupConfig, config: Config) -> WorkerGroup:
             device_slots=group.device_slots,
             host_slots=group.host_slots,
             max_adapters=group.max_adapters,
-            kin=group.kin,
+            kin=group.kin(checkpoints.storage_id(root)),
         )
         return SimulatedGroup(name, spec, root, group.simulated_cost_us or None, sleep=bool(group.simulated_cost_us))
     try:

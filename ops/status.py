@@ -19,7 +19,7 @@ from state.archive import Archive, History
 from state.errors import ConfigError
 from state.events import decode
 from state.files import Directory
-from state.fleet import Fleet, apply
+from state.fleet import Fleet, apply, residency_of
 
 TOP_S = 1.0
 READ_EVENTS = 1000
@@ -84,7 +84,7 @@ def render(name: str, fleet: Fleet, leader: str) -> str:
         table(
             ["adapter", "group", "residency", "next seq", "queued", "pending", "step", "digest"],
             [
-                [a.key, a.group, a.residency, a.next_seq, len(a.queue), a.pending, a.optimizer_step, a.divergence or a.digest or "-"]
+                [a.key, a.group, residency_of(a), a.next_seq, len(a.queue), a.pending, a.optimizer_step, a.divergence or a.digest or "-"]
                 for a in fleet.adapters.values()
             ],
         ),

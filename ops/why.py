@@ -121,13 +121,14 @@ def _cause(fleet: Fleet, request_id: str) -> tuple[str, str, str]:
     step = next(iter(group.steps.values()), None)
     if step is None:
         return "log and daemon", "", ""
-    return _of_step(step, request_id, adapter.key)
+    moves = step.adapter in fleet.adapters and fleet.adapters[step.adapter].moving
+    return _of_step(step, request_id, adapter.key, moves)
 
 
-def _of_step(step: Step, request_id: str, adapter: str) -> tuple[str, str, str]:
+def _of_step(step: Step, request_id: str, adapter: str, moves: bool) -> tuple[str, str, str]:
     if not step.request_id:
         return "shutdown: parked and snapshotted", step.adapter, ""
-    if step.redo or step.kind is StepKind.RESTORE:
+    if step.redo or (step.kind is StepKind.RESTORE and not moves):
         return "rebuilding after a loss", step.adapter, ""
     if step.request_id == request_id:
         return (RUNNING if step.kind is StepKind.EXECUTE else f"made ready: {step.kind}"), adapter, request_id

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.moves import leaves
+from scheduler.moves import has_room, is_kin, leaves
 from scheduler.policy import POLICIES, Policy, expected_us
 from scheduler.validation import Limits, Refusal, check_body, work_of
 from state import log_id as ids
@@ -56,7 +56,7 @@ from state.events import (
     WorkersLost,
 )
 from state.fair_queue import Share
-from state.fleet import DAMAGED, Adapter, Fleet, Group, Queued, Tenant, apply, gap_error, gap_expired, needed_bodies
+from state.fleet import DAMAGED, Adapter, Fleet, Group, Queued, Tenant, apply, gap_error, gap_expired, needed_bodies, residency_of
 from state.invariants import violated
 from state.log import Commit, Entry, Result
 from state.plan import Turn, joinable, plan, plan_leave, plan_move, plan_together
@@ -345,14 +345,14 @@ class Core:
         spec = group.spec
         assert spec is not None
         body: CreateAdapter = check_body(Op.CREATE_ADAPTER, envelope.body, spec, self.limits)
-        if len(group.adapters) >= spec.max_adapters:
+        if not has_room(group):
             raise Busy(f"group {group.name!r} holds {len(group.adapters)} adapters", retry_after_ms=5000)
         signature = body.signature
         settled = (signature.rank, signature.alpha, signature.targets, signature.seed)
         return RequestAccepted(request, group.name, settled, body.unordered, pinned=bool(body.group))
 
     def _home(self, envelope: Envelope) -> Group:
-        """The group named in the body, else the one with the least load of those that joined (and serve the base model named there)."""
+        """The group named in the body, else the one with the least load of those that joined (and are of the kin named there)."""
         joined = [g for g in self.fleet.groups.values() if g.spec is not None]
         if not joined:
             raise NoGroup("no worker group has joined yet", retry_after_ms=1000)
@@ -364,11 +364,11 @@ class Core:
             joined = [g for g in joined if g.name == body.group]
             if not joined:
                 raise BadSignature(f"there is no group {body.group!r}")
-        if body.base_model:
-            joined = [g for g in joined if g.spec is not None and g.spec.base_model == body.base_model]
+        if body.like:
+            joined = [g for g in joined if g.name == body.like or is_kin(self.fleet.groups.get(body.like), g)]
             if not joined:
-                raise BadSignature(f"no group serves base model {body.base_model!r}")
-        return min(joined, key=lambda g: (not g.incarnation, len(g.queue.waiting), len(g.adapters), g.name))
+                raise NoGroup(f"no group like {body.like!r} has joined yet", retry_after_ms=1000)
+        return min(joined, key=lambda g: (not has_room(g), not g.incarnation, len(g.queue.waiting), len(g.adapters) + g.arriving, g.name))
 
     def _refuse(self, entry: Entry, envelope: Envelope | None, request: Request | None, error: HotdeskError) -> None:
         """Journals the refusal. A refusal of the body spends the seq, so that what was sent behind it can run."""
@@ -397,7 +397,7 @@ class Core:
         if adapter is None:
             raise UnknownAdapter(f"adapter {envelope.adapter!r} does not exist")
         next_seq = max([adapter.next_seq, *(seq + 1 for seq in adapter.queue), *(seq + 1 for seq in adapter.settled)])
-        description = Description(adapter.lane, next_seq, adapter.optimizer_step, adapter.residency, len(adapter.queue))
+        description = Description(adapter.lane, next_seq, adapter.optimizer_step, residency_of(adapter), len(adapter.queue))
         self._reply_control(envelope, description)
 
     def _cancel(self, envelope: Envelope) -> None:

@@ -175,7 +175,10 @@ class Daemon:
         began = anyio.current_time()
         snapshots = self.disk("snapshots") if self.disk is not None else None
         history = History(Archive(self.disk("archive")) if self.disk is not None else None, self.store)
-        fleet, tail = await self._patiently(lambda: state_snapshots.load_fleet(snapshots, history, _damaged))
+        async with anyio.create_task_group() as holding:  # a long tail takes longer to fold than a lease lasts
+            holding.start_soon(self._keep_lease)
+            fleet, tail = await self._patiently(lambda: state_snapshots.load_fleet(snapshots, history, _damaged))
+            holding.cancel_scope.cancel()
         self.core = Core(fleet, self.limits)
         events = fleet.events
         await self._commit(self.core.lead(self.now_ms(), epoch, self.holder, self.settings).commit)
@@ -280,7 +283,8 @@ class Daemon:
             try:
                 await self.store.commit(self.epoch, commit)
             except LogDiverged:
-                if first or not commit.events or await self.store.read(commit.after, len(commit.events) + 1) != commit.events:
+                # That a newer leader has gone on behind it is no divergence: the next commit is told so, as Fenced.
+                if first or not commit.events or await self.store.read(commit.after, len(commit.events)) != commit.events:
                     raise
             finally:
                 first = False

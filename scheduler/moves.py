@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import islice
 
 from scheduler.policy import expected_us
-from state.fleet import Adapter, Fleet, Group
+from state.fleet import Adapter, Fleet, Group, crowded_us
 from state.residency import Residency
 
 GUESS_US = 200_000  # what a snapshot costs while none was measured
@@ -21,13 +21,13 @@ def leaves(fleet: Fleet, group: Group) -> tuple[Adapter, str] | None:
     """The adapter of the idle `group` that should leave now, and the group it goes to: one of the same kin whose tenants waited less than
     half as long, and that will still have less to do than this one had."""
     due_us = fleet.settings.move_gain * 2 * (group.snapshot_us or GUESS_US)
-    if not due_us or group.crowded_us < due_us or group.failures or len(group.queue.waiting) < 2:
+    if not due_us or group.failures or len(group.queue.waiting) < 2 or crowded_us(group, fleet.log_id) < due_us:
         return None
     others = [other for other in islice(fleet.groups.values(), LOOK) if _takes(fleet, group, other)]
     if not others:
         return None
     to = min(others, key=lambda other: (len(other.queue.waiting) + bool(other.steps), len(other.adapters), other.name))
-    if len(to.queue.waiting) + 1 >= len(group.queue.waiting) or 2 * to.crowded_us > group.crowded_us:
+    if len(to.queue.waiting) + 1 >= len(group.queue.waiting) or 2 * crowded_us(to, fleet.log_id) > group.crowded_us:
         return None
     adapter = _last_in_order(fleet, group)
     if adapter is None:
@@ -37,12 +37,21 @@ def leaves(fleet: Fleet, group: Group) -> tuple[Adapter, str] | None:
     return (adapter, to.name) if there_us + work_us < here_us else None
 
 
+def has_room(group: Group) -> bool:
+    """For one more adapter, those on their way counted."""
+    return group.spec is not None and len(group.adapters) + group.arriving < group.spec.max_adapters
+
+
+def is_kin(group: Group | None, other: Group) -> bool:
+    """Whether an adapter of the one could be the other's, with the same bits."""
+    return group is not None and group.spec is not None and other.spec is not None and group.spec.kin == other.spec.kin != ""
+
+
 def _takes(fleet: Fleet, group: Group, other: Group) -> bool:
-    if other is group or other.spec is None or group.spec is None or other.broken:
+    if other is group or other.spec is None or other.broken or other.failures or other.arriving:
         return False
     commanded = bool(other.incarnation) and other.joined_epoch == fleet.epoch
-    room = len(other.adapters) < min(other.spec.max_adapters, other.spec.host_slots)
-    return commanded and room and bool(other.spec.kin) and other.spec.kin == group.spec.kin
+    return commanded and is_kin(group, other) and has_room(other) and len(other.adapters) < other.spec.host_slots
 
 
 def _last_in_order(fleet: Fleet, group: Group) -> Adapter | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
+import anyio.lowlevel
 import msgspec
 
 from state import log_id as ids
@@ -86,6 +87,7 @@ async def load_fleet(
                 raise LogTruncated(f"the log begins at {ids.text(log_id)} in the middle of a history, and there is no snapshot")
             apply(fleet, log_id, event)
             tail += 1
+        await anyio.lowlevel.checkpoint()  # an archive is read without a pause, and the lease must be kept meanwhile
     return fleet, tail
 
 

@@ -80,11 +80,19 @@ class FairQueue(msgspec.Struct, array_like=True):
             del self.waiting[tenant]
             self._clean()
 
+    def come(self, tenant: str, old: FairQueue) -> None:
+        """From another group's queue: what it had there beyond others counts here too."""
+        ahead = max(0, old.tags.get(tenant, 0) - old.virtual_time)
+        self.tags[tenant] = max(self.tags.get(tenant, 0), self.virtual_time + ahead)
+
     def clear(self) -> None:
         self.waiting, self.order = {}, []
 
-    def open_turn(self, tenant: str) -> None:
-        self.virtual_time = max(self.virtual_time, self.tags.get(tenant, 0))
+    def open_turn(self, tenant: str, capped: bool = False) -> None:
+        """`capped`: no further than to who is next, so that a tenant that is served out of order, as one is whose adapter moves, costs the
+        others nothing. Where no adapter moves, logs of before were decided without."""
+        tag = self.tags.get(tenant, 0)
+        self.virtual_time = max(self.virtual_time, min(tag, self.order[0][1]) if capped and self.order else tag)
         if len(self.tags) > IDLE_TAGS + 2 * len(self.waiting):
             self.tags = {name: tag for name, tag in self.tags.items() if tag > self.virtual_time or name in self.waiting}
 

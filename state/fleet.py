@@ -60,6 +60,7 @@ SWITCHING = frozenset(
         StepKind.MOVE,
     }
 )
+CROWDED_MS = 300_000  # within about that time waiting is forgotten
 OUTCOME_BUCKET_MS = 60_000  # outcomes are forgotten a bucket at a time, so that forgetting costs nothing per event
 
 
@@ -129,6 +130,7 @@ class Adapter(msgspec.Struct, array_like=True):
     writing_voided: bool = False
     unordered: bool = False  # its requests run as they come; `next_seq` and `settled` mean nothing
     pinned: bool = False  # its tenant chose the group
+    moving: bool = False  # it left its old group, and the new one has not restored it yet
 
     @property
     def head(self) -> Queued | None:
@@ -192,7 +194,9 @@ class Group(msgspec.Struct, array_like=True):
     snapshot_us: int = 0  # what the last snapshot cost to write
     joined_epoch: int = 0  # the term in which its workers last reported: a new leader plans nothing before it has asked them
     writing: str = ""  # the adapter whose snapshot is being written: one at a time, since its copy takes an adapter's memory
-    crowded_us: int = 0  # how long tenants waited for each other since an adapter last left or came, added up over all who waited
+    crowded_us: int = 0  # how long tenants waited for each other lately, since an adapter last left or came, added up over all who waited
+    crowded_at: int = 0  # the log id as of which
+    arriving: int = 0  # adapters that other groups' plans will move here
     moves: int = 0
 
 
@@ -280,8 +284,8 @@ def advance(expected: Expected, step: Step) -> None:
         device.live = step.adapter
     if step.adapter and step.kind in STEP_MOVES:
         where[step.adapter] = moved(where[step.adapter], STEP_MOVES[step.kind])
-        if step.kind is StepKind.MOVE and device.live == step.adapter:
-            device.live = STALE
+        if step.kind is StepKind.MOVE:
+            _leave_device(device, step.adapter)
     elif step.parts and step.kind is StepKind.BACKLOAD:
         device.parts = tuple(p for p in ALL_PARTS if p in device.parts or p in step.parts)
     elif step.parts and step.kind is StepKind.OFFLOAD:
@@ -295,8 +299,12 @@ def advance(expected: Expected, step: Step) -> None:
     elif step.kind is StepKind.EXECUTE and step.op in OP_MOVES:
         where[step.adapter] = moved(where[step.adapter], OP_MOVES[Op(step.op)])
         if where[step.adapter] is Residency.GONE:
-            device.live = STALE if device.live == step.adapter else device.live
-            device.published = "" if device.published.rpartition("@")[0] == step.adapter else device.published
+            _leave_device(device, step.adapter)
+
+
+def _leave_device(device: Device, adapter: str) -> None:
+    device.live = STALE if device.live == adapter else device.live
+    device.published = "" if device.published.rpartition("@")[0] == adapter else device.published
 
 
 # --- the fold -----------------------------------------------------------------------------------------------------
@@ -401,7 +409,7 @@ def _step_started(fleet: Fleet, log_id: int, event: StepStarted) -> None:
     assert step.id == group.next_step, f"step {step.id} started where {group.next_step} was due"
     if not group.steps:
         group.turn += 1
-        group.queue.open_turn(_payer(step))
+        group.queue.open_turn(_payer(step), capped=fleet.settings.move_gain > 0)
         adapter = fleet.adapters.get(step.adapter)
         if step.adapter and step.adapter != group.turn_adapter:
             group.turn_adapter = step.adapter
@@ -412,11 +420,19 @@ def _step_started(fleet: Fleet, log_id: int, event: StepStarted) -> None:
         fleet.adapters[step.adapter].last_turn = group.turn
     group.steps[step.id] = step
     group.next_step += 1
+    _expect(fleet, step, 1)
+
+
+def _expect(fleet: Fleet, step: Step, by: int) -> None:
+    """Room for an adapter is taken while its move is on its way."""
+    if step.kind is StepKind.MOVE:
+        fleet.groups[step.to].arriving += by
 
 
 def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
     group = fleet.groups[event.group]
     step = group.steps.pop(event.step_id)
+    _expect(fleet, step, -1)
     group.failures = 0
     _charge(fleet, group, step, event.cost_us, event.facts)
     touched = (group.device.live, step.adapter, *(seen.adapter for seen in event.facts.adapters))
@@ -459,7 +475,8 @@ def _change_group(old: Group, new: Group, adapter: Adapter) -> None:
     old.queue.leave(adapter.tenant, adapter.key)
     new.adapters[adapter.key] = None
     new.next_step = max(new.next_step, old.next_step)
-    adapter.group, adapter.last_turn = new.name, new.turn
+    new.queue.come(adapter.tenant, old.queue)
+    adapter.group, adapter.last_turn, adapter.moving = new.name, new.turn, True
 
 
 def _heard(fleet: Fleet, group: Group, facts: Facts) -> None:
@@ -497,6 +514,9 @@ def _stop_writing(group: Group, adapter: Adapter) -> None:
 def _step_failed(fleet: Fleet, log_id: int, event: StepFailed) -> None:
     group = fleet.groups[event.group]
     step = group.steps.pop(event.step_id)
+    _expect(fleet, step, -1)
+    if step.kind is StepKind.MOVE:
+        group.crowded_us = 0  # or it would be tried again and again, on a full disk for example
     if event.error.code != StepOutOfOrder.__name__:
         group.failures += 1
     if event.facts is not None:
@@ -581,7 +601,7 @@ def _observe_adapter(group: Group, adapter: Adapter, seen: AdapterFacts) -> None
     adapter.residency = Residency(seen.residency)
     adapter.pending, adapter.dirty, adapter.spilled = seen.pending, seen.dirty, seen.spilled
     if adapter.residency is not Residency.LOST:
-        adapter.optimizer_step, adapter.digest = seen.optimizer_step, seen.digest
+        adapter.optimizer_step, adapter.digest, adapter.moving = seen.optimizer_step, seen.digest, False
     if adapter.residency is Residency.RESIDENT:
         group.residents[adapter.key] = adapter.last_turn
     else:
@@ -621,7 +641,8 @@ def _charge(fleet: Fleet, group: Group, step: Step, cost_us: int, facts: Facts) 
     tenant.used_us += cost_us
     queue = group.queue
     queue.charge(payer, cost_us, fleet.settings.share(payer))
-    group.crowded_us += cost_us * (len(queue.waiting) - (payer in queue.waiting))
+    group.crowded_us = crowded_us(group, fleet.log_id) + cost_us * (len(queue.waiting) - (payer in queue.waiting))
+    group.crowded_at = fleet.log_id
     queue.phase_us = 0 if step.kind in (StepKind.WAKE_SAMPLER, StepKind.SLEEP_SAMPLER) else queue.phase_us + cost_us
     if step.kind in SWITCHING:
         queue.moved_us += cost_us
@@ -629,6 +650,12 @@ def _charge(fleet: Fleet, group: Group, step: Step, cost_us: int, facts: Facts) 
         found = fleet.queued_request(step.request_id)
         work = found[1].request.work if found is not None else 0
         queue.computed(step.op, cost_us, work)
+
+
+def crowded_us(group: Group, log_id: int) -> int:
+    """`group.crowded_us` as of `log_id`: what was long ago counts less and less."""
+    passed_ms = min(CROWDED_MS, ms_of(log_id) - ms_of(group.crowded_at))
+    return group.crowded_us - group.crowded_us * passed_ms // CROWDED_MS
 
 
 def _payer(step: Step) -> str:
@@ -650,7 +677,7 @@ def _workers_joined(fleet: Fleet, log_id: int, event: WorkersJoined) -> None:
         _lose_all(fleet, group)
         _doubt(fleet, group)
         group.incarnation = event.incarnation
-    group.steps = {}
+    _forget_steps(fleet, group)
     _observe(fleet, group, event.facts)
     _heard(fleet, group, event.facts)
     for key in group.adapters:
@@ -663,8 +690,15 @@ def _workers_lost(fleet: Fleet, log_id: int, event: WorkersLost) -> None:
     _doubt(fleet, group)
     group.lost = group.incarnation
     group.broken = ""
-    group.incarnation, group.steps, group.device = "", {}, Device()
+    _forget_steps(fleet, group)
+    group.incarnation, group.device = "", Device()
     group.queue.clear()
+
+
+def _forget_steps(fleet: Fleet, group: Group) -> None:
+    for step in group.steps.values():
+        _expect(fleet, step, -1)
+    group.steps = {}
 
 
 def _lose_all(fleet: Fleet, group: Group) -> None:
@@ -674,7 +708,7 @@ def _lose_all(fleet: Fleet, group: Group) -> None:
         if adapter.residency is Residency.GONE:
             continue
         adapter.residency = moved(adapter.residency, Move.LOSE)
-        adapter.redone, adapter.pending, adapter.dirty, adapter.spilled = 0, 0, False, False
+        adapter.redone, adapter.pending, adapter.dirty, adapter.spilled, adapter.moving = 0, 0, False, False, False
         _stop_writing(group, adapter)
 
 
@@ -712,6 +746,11 @@ def _reindex(fleet: Fleet, adapter: Adapter, log_id: int) -> None:
     elif adapter.gap_since:
         adapter.gap_since = 0
         fleet.gaps.pop(adapter.key, None)
+
+
+def residency_of(adapter: Adapter) -> str:
+    """In words for people: what moves is not lost."""
+    return "moving" if adapter.moving else str(adapter.residency)
 
 
 def gap_expired(adapter: Adapter, settings: Settings, now_ms: int) -> bool:

@@ -82,7 +82,7 @@ class CreateAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     signature: Signature
     group: str = ""  # a wish, which it then never leaves; empty lets the daemon choose
     unordered: bool = False
-    base_model: str = ""  # a wish too: any group that serves it
+    like: str = ""  # a wish too: a group in which the adapter has the same layout and the same bits as in the one named here
 
 
 class Forward(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def print_undisturbed() -> None:
 
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"kills-{os.getpid()}.toml"
     path.write_text(CONFIG)
-    device = Device(Rank(load(path, {}).groups["main"], 0, "127.0.0.1", free_port(), "/nonexistent").machine.apply)
+    device = Device(Rank(load(path, {}).groups["main"], 0, "127.0.0.1", free_port(), tempfile.mkdtemp(prefix="hd-")).machine.apply)
     path.unlink()
     answers: dict[str, Answers] = {}
     for tenant, (rank, seed) in TENANTS.items():

@@ -1,6 +1,6 @@
 """Checkpoint directories: shards beside a manifest that names each of them with its digest; written aside, synced, renamed.
 
-Layout under a group's root, for the adapter `owner/name`:
+Layout under the root of all groups, for the adapter `owner/name`:
     owner/name/weights/NAME            training state (save_state)
     owner/name/sampler_weights/NAME    what a sampler loads (save_weights_for_sampler); never shares a name space with the above
     owner/name/snapshot/ID             the daemon's own, by the id of the step that wrote it
@@ -8,9 +8,11 @@ Layout under a group's root, for the adapter `owner/name`:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +37,15 @@ class Manifest(msgspec.Struct, frozen=True):
     shards: dict[str, str]
     v: int = 1
     request_id: str = ""  # that asked for it
+
+
+def storage_id(root: Path) -> str:
+    """Of the storage that `root` lies on, the same for all who see it: adapters move only between groups that share it."""
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / ".storage"
+    with contextlib.suppress(FileExistsError), open(path, "x") as file:
+        file.write(uuid.uuid4().hex)
+    return path.read_text()
 
 
 def begin(final: Path, overwrite: bool = False) -> Path:

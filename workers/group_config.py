@@ -58,19 +58,9 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     simulated_cost_us: dict[str, int] = {}
 
-    @property
-    def kin(self) -> str:
-        """Groups in which an adapter has the same layout and every computation the same bits, given like devices."""
-        same = (
-            self.backend,
-            self.model,
-            self.tp,
-            self.dp,
-            self.max_rank,
-            self.targets,
-            self.dtype,
-            self.optimizer,
-            self.overlap,
-            self.bucket_size,
-        )
+    def kin(self, *more: str) -> str:
+        """Groups in which an adapter has the same layout and every computation the same bits. `more`: what else decides that, such as the
+        device, and where snapshots are kept."""
+        layout = (self.tp, self.dp, self.max_rank, self.targets, self.dtype, self.optimizer, self.overlap, self.bucket_size)
+        same = (self.backend, self.model, layout, more)
         return hashlib.sha256(msgspec.json.encode(same)).hexdigest()[:12]

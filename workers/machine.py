@@ -215,7 +215,10 @@ class Machine:
         if error is not None and step.redo and not untouched:
             self._lose(step.adapter)  # a re-execution that fails half way is begun again from the snapshot
         cost_us = (time.perf_counter_ns() - started) // 1000
-        return self._outcome(step, result, error, untouched, cost_us)
+        outcome = self._outcome(step, result, error, untouched, cost_us)
+        if step.kind is StepKind.MOVE:
+            self.lost.discard(step.adapter)  # it was told
+        return outcome
 
     def _lose(self, adapter: str) -> None:
         if adapter in self.held:
@@ -383,6 +386,8 @@ class Machine:
         """Lets go of what the snapshot before this step holds: another group restores it."""
         self._slot_is_current(step)
         self._lose(step.adapter)
+        if self.published.rpartition("@")[0] == step.adapter:
+            self.published = ""
         return b""
 
     def _take(self, adapter: str, seen: AdapterFacts) -> None:

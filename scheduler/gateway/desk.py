@@ -216,7 +216,7 @@ class Desk:
         run = known or run  # a retry: the first one counts
         if known is None:
             await self.catalog.put(self.tenant, run.model_id, run)
-        body = CreateAdapter(Signature(run.rank, offer.alpha, run.targets, run.seed), base_model=offer.model)
+        body = CreateAdapter(Signature(run.rank, offer.alpha, run.targets, run.seed), like=offer.group)
         return await self._ask(adapter_of(run.model_id), CREATE, Op.CREATE_ADAPTER, body)
 
     async def create_from(self, session_id: str, number: int, path: str, optimizer: bool, metadata: dict[str, Any]) -> str:
@@ -480,11 +480,11 @@ class Desk:
         offer = self.offer(sampler.base_model)
         name = self._name(sampler.base_model, sampler.path)
         if not sampler.path:
-            return Version(name, offer.model, Signature(1, 1.0, (), 0), None, None)
+            return Version(name, offer.group, Signature(1, 1.0, (), 0), None, None)
         checkpoint = await self.checkpoint(sampler.path)
         run = await self.run(checkpoint.model_id)
         signature = Signature(run.rank, offer.alpha, run.targets, run.seed)
-        return Version(name, offer.model, signature, self._load(checkpoint, optimizer=False), self._directory(checkpoint))
+        return Version(name, offer.group, signature, self._load(checkpoint, optimizer=False), self._directory(checkpoint))
 
     def _name(self, base_model: str, path: str) -> str:
         """Of a checkpoint's version, or of a base model, where it is sampled from. An engine's begins with the group it stands beside."""

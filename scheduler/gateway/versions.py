@@ -27,7 +27,7 @@ class Version(NamedTuple):
     """What a sampler is of. `load` and `directory` are None for the base model itself."""
 
     name: str
-    base_model: str
+    group: str
     signature: Signature
     load: LoadState | None
     directory: Path | None
@@ -65,7 +65,7 @@ class GroupVersions:
 
     async def bring(self, version: Version) -> str:
         lane = await self._lane(version.name)
-        body = CreateAdapter(version.signature, unordered=True, base_model=version.base_model)
+        body = CreateAdapter(version.signature, unordered=True, like=version.group)
         created = await self.producer.send(lane, CREATE, Op.CREATE_ADAPTER, body)
         try:
             await created

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -24,6 +25,7 @@ from state.errors import BadBody, Fenced, LogDiverged, LogTruncated, RequestConf
 from state.events import LeaderElected, Settings, StepStarted, WorkersLost, decode
 from state.files import Directory, directory_disk
 from state.fleet import encode
+from state.log import Commit
 from state.memory_log import MemoryLog
 from state.redis_log import RedisLog
 from state.requests import Forward, Op, encode_body
@@ -559,3 +561,47 @@ def test_the_embedded_server_syncs_every_write_and_listens_on_no_port(short_tmp)
         assert again.process is None  # the running one is used
     finally:
         embedded.stop()
+
+
+class LosesAnAnswer(MemoryLog):
+    """The first commit is applied and its answer lost; before the log is looked at, `then` happens."""
+
+    def __init__(self, then: Callable[[LosesAnAnswer], Awaitable[None]]) -> None:
+        super().__init__()
+        self.then, self.commits = then, 0
+
+    async def commit(self, epoch: int, commit: Commit) -> None:
+        self.commits += 1
+        await super().commit(epoch, commit)
+        if self.commits == 1:
+            raise redis.ConnectionError("the answer got lost")
+
+    async def read(self, after: int, limit: int) -> list[tuple[int, bytes]]:
+        await self.then(self)
+        return await super().read(after, limit)
+
+
+async def a_newer_leader_goes_on(store: LosesAnAnswer) -> None:
+    await MemoryLog.commit(store, await store.fence(), Commit(1, [(2, b"elected")]))
+
+
+async def somebody_else_wrote_there(store: LosesAnAnswer) -> None:
+    store.events[:] = [(1, b"another")]
+
+
+async def test_a_commit_whose_answer_was_lost_counts_also_where_a_newer_leader_went_on_behind_it():
+    """Found by simulation: the old leader called the log another one, instead of giving way."""
+    store = LosesAnAnswer(a_newer_leader_goes_on)
+    old = Daemon(store, [], settings=Settings(), limits=Limits())
+    old.epoch = await store.fence()
+    await old._commit(Commit(0, [(1, b"mine")]))
+    with pytest.raises(Fenced):
+        await old._commit(Commit(1, [(2, b"more")]))
+
+
+async def test_a_log_that_holds_something_else_is_told():
+    store = LosesAnAnswer(somebody_else_wrote_there)
+    daemon = Daemon(store, [], settings=Settings(), limits=Limits())
+    daemon.epoch = await store.fence()
+    with pytest.raises(LogDiverged):
+        await daemon._commit(Commit(0, [(1, b"mine")]))

@@ -134,8 +134,13 @@ class MegatronEngine:
             device_slots=self.device_slots_most,
             host_slots=self.arena.states.count,
             max_adapters=config.max_adapters,
-            kin=config.kin,
+            kin=config.kin(self._arithmetic(), checkpoints.storage_id(root)),
         )
+
+    def _arithmetic(self) -> str:
+        """What decides in which order sums are made: the GPU's model, or on a processor the threads."""
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if on_gpu else f"cpu, {self.config.threads_per_rank} threads"
 
     @staticmethod
     def _within(key: str, budget_bytes: int, adapter_bytes: int) -> int:

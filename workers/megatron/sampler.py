@@ -18,6 +18,7 @@ from state.requests import Sample, SampleResult, Sequence, Tensor, TopK
 from workers.megatron.decoding import Decoder, repeated
 
 SCAN_BLOCK = 256
+COLDEST = 1e-5  # a temperature below it would overflow fp32, and is as good as greedy
 
 
 class Sampler:
@@ -121,7 +122,7 @@ def _chosen(logits: torch.Tensor, uniform: torch.Tensor, request: Sample) -> tor
     """int64 [b]. Temperature, then top-k, then top-p, then one draw; greedy at 0. `logits` fp32 [b, vocab], `uniform` fp64 [b]."""
     if request.temperature == 0:
         return logits.argmax(-1)
-    logits = logits / request.temperature
+    logits = logits / max(request.temperature, COLDEST)
     if 0 < request.top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(request.top_k).values[:, -1:], float("-inf"))
     probabilities = torch.softmax(logits, -1)
