@@ -21,13 +21,14 @@ def leaves(fleet: Fleet, group: Group) -> tuple[Adapter, str] | None:
     """The adapter of the idle `group` that should leave now, and the group it goes to: one of the same kin whose tenants waited less than
     half as long, and that will still have less to do than this one had."""
     due_us = fleet.settings.move_gain * 2 * (group.snapshot_us or GUESS_US)
-    if not due_us or group.failures or len(group.queue.waiting) < 2 or crowded_us(group, fleet.log_id) < due_us:
+    here_crowded_us = crowded_us(group, fleet.log_id)
+    if not due_us or group.failures or len(group.queue.waiting) < 2 or here_crowded_us < due_us:
         return None
     others = [other for other in islice(fleet.groups.values(), LOOK) if _takes(fleet, group, other)]
     if not others:
         return None
     to = min(others, key=lambda other: (len(other.queue.waiting) + bool(other.steps), len(other.adapters), other.name))
-    if len(to.queue.waiting) + 1 >= len(group.queue.waiting) or 2 * crowded_us(to, fleet.log_id) > group.crowded_us:
+    if len(to.queue.waiting) + 1 >= len(group.queue.waiting) or 2 * crowded_us(to, fleet.log_id) > here_crowded_us:
         return None
     adapter = _last_in_order(fleet, group)
     if adapter is None:
