@@ -80,10 +80,10 @@ class FairQueue(msgspec.Struct, array_like=True):
             del self.waiting[tenant]
             self._clean()
 
-    def come(self, tenant: str, old: FairQueue) -> None:
+    def come(self, tenant: str, old: FairQueue, share: Share) -> None:
         """From another group's queue: what it had there beyond others counts here too."""
         ahead = max(0, old.tags.get(tenant, 0) - old.virtual_time)
-        self.tags[tenant] = max(self.tags.get(tenant, 0), self.virtual_time + ahead)
+        self._tag(tenant, max(self.tags.get(tenant, 0), self.virtual_time + ahead), share)
 
     def clear(self) -> None:
         self.waiting, self.order = {}, []
@@ -104,7 +104,9 @@ class FairQueue(msgspec.Struct, array_like=True):
         self.costs.setdefault(operation, Cost()).add(cost_us, work)
 
     def charge(self, tenant: str, cost_us: int, share: Share) -> None:
-        tag = max(self.tags.get(tenant, 0), self.virtual_time) + round(cost_us * TAG_PER_US / share.weight)
+        self._tag(tenant, max(self.tags.get(tenant, 0), self.virtual_time) + round(cost_us * TAG_PER_US / share.weight), share)
+
+    def _tag(self, tenant: str, tag: int, share: Share) -> None:
         if tag != self.tags.get(tenant):
             self.tags[tenant] = tag
             if tenant in self.waiting:

@@ -37,7 +37,7 @@ from state.events import (
     WorkersJoined,
     WorkersLost,
 )
-from state.fair_queue import FairQueue
+from state.fair_queue import FairQueue, Share
 from state.log_id import ms_of
 from state.requests import CHECKPOINT_OPS, MUTATING_OPS, Op, Signature, adapter_key
 from state.residency import ALL_PARTS, OP_MOVES, STEP_MOVES, ForbiddenMove, Move, Residency, moved
@@ -462,12 +462,12 @@ def _step_finished(fleet: Fleet, log_id: int, event: StepFinished) -> None:
     elif step.kind is StepKind.RESTORE:
         adapter.redone = 0
     elif step.kind is StepKind.MOVE:
-        _change_group(group, fleet.groups[step.to], adapter)
+        _change_group(group, fleet.groups[step.to], adapter, fleet.settings.share(adapter.tenant))
         _reindex(fleet, adapter, log_id)
     _heard(fleet, group, event.facts)
 
 
-def _change_group(old: Group, new: Group, adapter: Adapter) -> None:
+def _change_group(old: Group, new: Group, adapter: Adapter, share: Share) -> None:
     """Versions of its snapshots are ids of steps, and must go on growing: so the new group's steps go on from the old one's."""
     old.crowded_us = new.crowded_us = 0
     old.moves += 1
@@ -475,7 +475,7 @@ def _change_group(old: Group, new: Group, adapter: Adapter) -> None:
     old.queue.leave(adapter.tenant, adapter.key)
     new.adapters[adapter.key] = None
     new.next_step = max(new.next_step, old.next_step)
-    new.queue.come(adapter.tenant, old.queue)
+    new.queue.come(adapter.tenant, old.queue, share)
     adapter.group, adapter.last_turn, adapter.moving = new.name, new.turn, True
 
 

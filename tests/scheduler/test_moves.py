@@ -11,6 +11,7 @@ from ops.replay import Verifier
 from scheduler.moves import GUESS_US, leaves
 from state import fleet as fold
 from state.events import RequestAccepted, Settings, StepKind, StepStarted, decode
+from state.fair_queue import EQUAL, FairQueue
 from state.requests import CreateAdapter, Op, OptimStep, Signature
 from tests.harness import Synchronous, digests
 from workers.contract import Call
@@ -155,9 +156,9 @@ def test_snapshots_go_on_where_the_old_group_ended(control):
 def test_snapshots_that_begin_anew_in_another_group_are_noticed(monkeypatch):
     whole = fold._change_group
 
-    def without_going_on(old, new, adapter):
+    def without_going_on(old, new, *more):
         first = new.next_step
-        whole(old, new, adapter)
+        whole(old, new, *more)
         new.next_step = first
 
     monkeypatch.setattr(fold, "_change_group", without_going_on)
@@ -268,3 +269,12 @@ def test_an_adapter_that_moved_away_is_not_what_the_sampler_holds():
         bench.settle()
         assert group.device.published.rpartition("@")[0] in {"", *group.adapters}
     assert moves(bench)
+
+
+def test_a_tenant_that_waits_in_the_group_already_goes_on_waiting_there():
+    """Found by simulation: its tag changed with the second adapter that came, and nothing stood for it in the order any more."""
+    queue, old = FairQueue(), FairQueue(tags={"ada": 5000})
+    queue.wait("ada", "ada/critic", 1, EQUAL)
+    queue.come("ada", old, EQUAL)
+    queue.wait("ada", "ada/poet", 2, EQUAL)
+    assert list(queue.in_order(9)) == ["ada"]

@@ -791,7 +791,7 @@ def _no_collection():
 
 
 @pytest.mark.parametrize("setting", LARGE_SETTINGS if LARGE else SETTINGS, ids=lambda setting: setting.name)
-@pytest.mark.timeout(0 if LARGE else 400)
+@pytest.mark.timeout(0 if LARGE else 120)
 def test_every_state_holds(setting):
     counts = Exploration(setting).run()
     print(f"{setting.name}: {counts.states} states, {counts.transitions} transitions, {counts.ends} of the states are ends")

@@ -40,7 +40,7 @@ def _log_nothing():
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(400)
 def test_nothing_is_lost_and_nothing_is_applied_twice():
     """On all cores: one history knows nothing of another."""
     chunks = [range(first, first + CHUNK) for first in range(0, IN_CI, CHUNK)]
