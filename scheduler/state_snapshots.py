@@ -92,5 +92,6 @@ async def load_fleet(
 
 
 async def _holds(log: EventLog, log_id: int) -> bool:
+    """Or held: a newer leader may have archived and trimmed what this one knew before it stood still; the archive goes on from there."""
     found = await log.read(log_id - 1, 1)
-    return bool(found) and found[0][0] == log_id
+    return (bool(found) and found[0][0] == log_id) or log_id < await log.trimmed()
