@@ -153,10 +153,10 @@ class SGLang:
     way_out = "it must be an SGLang server, started with --enable-lora"
 
     def is_loaded(self, said: Said) -> bool:
-        return said.status == 200 or "already" in said.text
+        return said.status == 200 or any(words in said.text for words in ("already loaded", "already been loaded", "already exists"))
 
     def is_unloaded(self, said: Said) -> bool:
-        return said.status == 200 or "not" in said.text.lower()  # it says of an unknown one that it is not loaded, or not found
+        return said.status == 200 or any(words in said.text for words in ("not loaded", "not found", "does not exist"))
 
     def is_forgotten(self, said: Said) -> bool:
         return said.status == 400 and "not loaded" in said.text

@@ -21,6 +21,7 @@ import pytest
 
 from scheduler.config import EngineConfig
 from scheduler.gateway import wire
+from scheduler.gateway.dialects import DIALECTS, Said
 from scheduler.gateway.engine import Engine
 from state.errors import WorkerFailed
 from state.requests import Sample, Tensor
@@ -359,3 +360,13 @@ def test_what_draining_is_for(with_engine, at_engine, forgetful, left):
     anyio.run(unload_while_sampling)
     with_engine.standin(delay_s=0.0)
     assert [line.partition(" while ")[2] for line in unloaded(with_engine, before)] + ends == left
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_only_what_an_engine_says_of_a_repetition_counts_as_done(dialect):
+    engine = DIALECTS[dialect]
+    assert engine.is_loaded(Said(400, "The lora adapter 'v' has already been loaded."))
+    assert engine.is_unloaded(Said(404, "The lora adapter 'v' cannot be found, it is not loaded."))
+    for refusal in (Said(400, "it could not be done: all slots are already taken"), Said(500, "not now")):
+        assert not engine.is_loaded(refusal)
+        assert not engine.is_unloaded(refusal)
