@@ -611,3 +611,20 @@ async def test_a_log_that_holds_something_else_is_told():
     daemon.epoch = await store.fence()
     with pytest.raises(LogDiverged):
         await daemon._commit(Commit(0, [(1, b"mine")]))
+
+
+async def test_the_lease_is_kept_while_a_long_log_is_folded(monkeypatch):
+    """Else a standby would take it, fold as long, and lose it in turn."""
+    store, load = MemoryLog(), state_snapshots.load_fleet
+    leading = Daemon(store, [], settings=Settings(), limits=Limits(), lease_ms=150)
+
+    async def slowly(*args):
+        await anyio.sleep(0.5)
+        assert await store.lead("standby", 150) is None
+        return await load(*args)
+
+    monkeypatch.setattr(state_snapshots, "load_fleet", slowly)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leading.run)
+        await leading.ready.wait()
+        leading.drain()

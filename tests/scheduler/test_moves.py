@@ -10,11 +10,14 @@ import pytest
 from ops.replay import Verifier
 from scheduler.moves import GUESS_US, leaves
 from state import fleet as fold
+from state import log_id as ids
 from state.events import RequestAccepted, Settings, StepKind, StepStarted, decode
 from state.fair_queue import EQUAL, FairQueue
 from state.requests import CreateAdapter, Op, OptimStep, Signature
 from tests.harness import Synchronous, digests
+from workers import checkpoints
 from workers.contract import Call
+from workers.group_config import GroupConfig
 from workers.simulated import SIMULATED_SPEC
 
 FB, STEP = Op.FORWARD_BACKWARD, Op.OPTIM_STEP
@@ -254,23 +257,6 @@ def test_a_move_that_fails_is_not_tried_again_at_once():
     assert all(not bench.error(request) for requests in sent.values() for request in requests)
 
 
-def test_an_adapter_that_moved_away_is_not_what_the_sampler_holds():
-    """A later adapter of its name could have a version of the same number."""
-    bench = crowd()
-    bench.join("right")
-    group = bench.fleet.groups["left"]
-    sent = work(bench, 2)
-    for tenant in TENANTS:
-        sent[tenant] += bench.program(tenant, [Op.SAMPLE], first=5)
-    bench.settle()
-    for number in range(6):
-        for tenant in TENANTS:
-            bench.program(tenant, [Op.SAMPLE], first=6 + number)
-        bench.settle()
-        assert group.device.published.rpartition("@")[0] in {"", *group.adapters}
-    assert moves(bench)
-
-
 def test_a_tenant_that_waits_in_the_group_already_goes_on_waiting_there():
     """Found by simulation: its tag changed with the second adapter that came, and nothing stood for it in the order any more."""
     queue, old = FairQueue(), FairQueue(tags={"ada": 5000})
@@ -278,3 +264,24 @@ def test_a_tenant_that_waits_in_the_group_already_goes_on_waiting_there():
     queue.come("ada", old, EQUAL)
     queue.wait("ada", "ada/poet", 2, EQUAL)
     assert list(queue.in_order(9)) == ["ada"]
+
+
+def test_waiting_of_long_ago_counts_less_and_then_nothing():
+    group = fold.Group("left", crowded_us=1000, crowded_at=ids.make(7))
+    assert [fold.crowded_us(group, ids.make(7 + passed)) for passed in (0, fold.CROWDED_MS // 2, 2 * fold.CROWDED_MS)] == [1000, 500, 0]
+
+
+@pytest.mark.parametrize(("capped", "virtual_time"), [(True, 10), (False, 1000)])
+def test_who_is_served_out_of_order_takes_nobodys_claim(capped, virtual_time):
+    queue = FairQueue(tags={"ada": 10, "brook": 1000})
+    for tenant in ("ada", "brook"):
+        queue.wait(tenant, f"{tenant}/poet", 1, EQUAL)
+    queue.open_turn("brook", capped)
+    assert queue.virtual_time == virtual_time
+
+
+def test_groups_are_of_one_kind_only_where_they_share_storage(tmp_path):
+    here, there = (checkpoints.storage_id(tmp_path / name) for name in ("here", "there"))
+    assert checkpoints.storage_id(tmp_path / "here") == here != there
+    assert GroupConfig().kin(here) == GroupConfig(host_slots=3).kin(here) != GroupConfig().kin(there)
+    assert GroupConfig().kin(here) != GroupConfig(max_rank=3).kin(here)

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from state.events import STALE, Part, Step, StepKind, Written
+from state.fleet import Device as Observed
+from state.fleet import Expected, advance
 from state.requests import (
     RESULTS,
     CreateAdapter,
@@ -29,7 +31,7 @@ from state.requests import (
     Unload,
     encode_body,
 )
-from state.residency import ALL_PARTS
+from state.residency import ALL_PARTS, Residency
 from tests.harness import int32, sequence
 from workers.contract import Call, StepOutcome
 
@@ -384,6 +386,22 @@ class Conformance:
         device.ok(StepKind.RESTORE, a, version=version)
         device.swap(a)
         assert device.train(a, 3) == control
+
+    def test_an_adapter_that_moves_is_not_what_the_sampler_holds_any_more(self, device):
+        """A later adapter of its name could have a version of the same number. The planner expects the same."""
+        a, b = self.name(device, "a"), self.name(device, "b")
+        device.create(a, 1)
+        device.create(b, 2)
+        device.swap(a)
+        device.give_away()
+        before = device.ok(StepKind.PUBLISH, a, version=1).facts
+        device.ok(StepKind.SNAPSHOT, a)
+        facts = device.ok(StepKind.MOVE, a, to="other").facts
+        assert (before.published, facts.published) == (f"{a}@1", "")
+        expected = Expected(Observed.observed(before), {a: Residency.PARKED})
+        advance(expected, Step(device.last, StepKind.MOVE, a, to="other"))
+        assert expected.device == Observed.observed(facts)
+        device.take_back(b)
 
     def test_a_snapshot_written_beside_the_steps_holds_what_it_copied(self, device):
         """The adapter trains on, and its slot changes, while the snapshot is on its way to the disk."""
