@@ -1,7 +1,7 @@
 """Which adapter leaves a crowded group, and for which other one. Pure, as policies are.
 
 A move costs a snapshot there and a restore here. What others went on waiting for in the meantime is lost if it is not made, and who will
-come cannot be known: so an adapter leaves once as much was waited as the move costs, as one buys skis once the hire has cost as much.
+come cannot be known: so an adapter leaves once what was waited comes to so many times (`move_gain`) what the move costs.
 """
 
 from __future__ import annotations
