@@ -256,6 +256,8 @@ def _check(config: Config) -> None:
                 (f"groups.{name}.model.{key}", getattr(model, key) >= 1, "must be at least 1")
                 for key in ("layers", "hidden_size", "heads", "ffn_hidden_size", "vocab_size", "max_sequence_tokens")
             ),
+            (f"groups.{name}.sample_rows", group.sample_rows >= 0, "must not be negative"),
+            (f"groups.{name}.sample_tokens", group.sample_tokens >= 1, "must be at least 1"),
             (f"groups.{name}.model.hidden_size", model.hidden_size % max(1, model.heads) == 0, "must be a multiple of model.heads"),
             (f"groups.{name}.model.heads", model.heads % max(1, group.tp) == 0, "must be a multiple of tp"),
             (f"groups.{name}.model.vocab_size", model.vocab_size % max(1, group.tp) == 0, "must be a multiple of tp"),

@@ -14,7 +14,7 @@ import msgspec
 
 from scheduler.moves import has_room, is_kin, leaves
 from scheduler.policy import POLICIES, Policy, expected_us
-from scheduler.validation import Limits, Refusal, check_body, work_of
+from scheduler.validation import Limits, Refusal, check_body, sequences_of, work_of
 from state import log_id as ids
 from state.errors import (
     AdapterExists,
@@ -291,8 +291,8 @@ class Core:
             assert spec is not None
             _heed(envelope)
             op = Op(envelope.op)
-            work = work_of(op, check_body(op, envelope.body, spec, self.limits))
-            event = RequestAccepted(msgspec.structs.replace(request, work=work) if work else request)
+            body = check_body(op, envelope.body, spec, self.limits)
+            event = RequestAccepted(msgspec.structs.replace(request, work=work_of(op, body), sequences=sequences_of(op, body)))
         if not request.body and request.size:
             self._batch.commit.blobs.append((request.digest, entry.intake_id))
         self._emit(event)

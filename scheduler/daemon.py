@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import anyio
@@ -35,11 +36,12 @@ from scheduler.validation import Limits
 from state import log_id as ids
 from state.archive import Archive, History
 from state.errors import Fenced, HotdeskError, LogDiverged, LogTruncated, StaleEpoch, WorkerFailed, WorkersLostError, error_from
-from state.events import Request, Settings, StepKind
+from state.events import Request, Settings, Step, StepKind
 from state.files import Disk
 from state.fleet import encode as encode_fleet
 from state.log import Commit, Entry, Store
 from state.redis_log import is_passing
+from state.requests import Op
 from workers.contract import Call, StepOutcome, WorkerGroup, under_way
 
 log = structlog.get_logger("hotdesk")
@@ -416,18 +418,32 @@ class Daemon:
                 continue  # planned for workers that are gone
             after = 0
             ahead: deque[asyncio.Future[StepOutcome]] = deque()
-            for step in dispatch.steps:
+            for index, step in enumerate(dispatch.steps):
                 body = await self._body(dispatch.requests.get(step.request_id)) if step.kind is StepKind.EXECUTE else b""
                 if body is None:
                     missing = WorkerFailed(f"the body of {step.request_id} is not beside the log any more")
                     ahead.append(under_way(_at_once(StepOutcome(step.id, error=missing.info))))
                 else:
-                    ahead.append(group.apply(Call(self.epoch, step, after, body)))
+                    beside = await self._sampled_with(dispatch, index)
+                    ahead.append(group.apply(Call(self.epoch, step, after, body, beside)))
                 after = step.id
                 if len(ahead) == AHEAD:
                     await self._tell(group, incarnation, ahead.popleft())
             while ahead:
                 await self._tell(group, incarnation, ahead.popleft())
+
+    async def _sampled_with(self, dispatch: Dispatch, index: int) -> tuple[bytes, ...]:
+        """Bodies of the samples right behind the first one of several in a plan."""
+        first, *others = dispatch.steps[index:]
+        if not _samples(first) or (index and _samples(dispatch.steps[index - 1])):
+            return ()
+        bodies: list[bytes] = []
+        for step in takewhile(lambda step: _samples(step) and step.adapter == first.adapter, others):
+            body = await self._body(dispatch.requests.get(step.request_id))
+            if body is None:
+                break
+            bodies.append(body)
+        return tuple(bodies)
 
     async def _tell(self, group: WorkerGroup, incarnation: str, coming: asyncio.Future[StepOutcome]) -> None:
         outcome = await coming
@@ -455,6 +471,10 @@ class Daemon:
         while self._body_bytes > BODY_CACHE_BYTES:
             _, body = self._bodies.popitem(last=False)
             self._body_bytes -= len(body)
+
+
+def _samples(step: Step) -> bool:
+    return step.kind is StepKind.EXECUTE and step.op == Op.SAMPLE and not step.redo
 
 
 async def _at_once(outcome: StepOutcome) -> StepOutcome:

@@ -152,12 +152,16 @@ class Fair:
 
     def _turn(self, fleet: Fleet, group: Group, key: str, worth_us: int) -> Turn:
         adapter = fleet.adapters[key]
+        assert group.spec is not None
         requests: list[Request] = []
-        sum_us = 0
+        sum_us = sequences = 0
         for request in ready(adapter, self.LONGEST):
             cost = group.queue.costs.get(request.op)
             known = cost is not None and cost.work > 0
-            if requests and (sum_us >= worth_us or (not known and len(requests) >= fleet.settings.turn_requests)):
+            full = sum_us >= worth_us or (not known and len(requests) >= fleet.settings.turn_requests)
+            sequences += request.sequences
+            beside = request.sequences and sequences <= group.spec.sample_rows  # computed with those before it, for next to nothing
+            if requests and full and not beside:
                 break
             requests.append(request)
             sum_us += cost.of(request.work) if cost is not None else 0

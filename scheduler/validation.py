@@ -182,6 +182,10 @@ def work_of(op: Op, body: Any) -> int:
     return 0
 
 
+def sequences_of(op: Op, body: Any) -> int:
+    return int(body.num_samples) if op is Op.SAMPLE else 0
+
+
 _CHECKS: dict[Op, Any] = {
     Op.CREATE_ADAPTER: _create,
     Op.FORWARD: _forward,

@@ -122,6 +122,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     device_slots: int = 1
     host_slots: int = 64
     max_adapters: int = 1024
+    sample_rows: int = 1  # sequences that the sampler computes side by side, for little more than the cost of one
     kin: str = ""  # groups of equal kin hold and compute the same bits, so that an adapter may move from one to the other
 
 
@@ -137,6 +138,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     size: int
     body: bytes = b""
     work: int = 0  # tokens that it computes on, known once its body was checked
+    sequences: int = 0  # continuations that a sample asks for
 
     @property
     def request_id(self) -> str:

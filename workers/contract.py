@@ -21,12 +21,14 @@ REMEMBERED_OUTCOMES = 512  # a plan is far shorter; what is older was settled in
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """`after`: the step that must have finished just before this one; 0 opens a plan. `body`: of an `execute`."""
+    """`after`: the step that must have finished just before this one; 0 opens a plan. `body`: of an `execute`. `ahead`: bodies of the
+    samples right behind this one in the plan, for the workers to compute together with it; their own calls come all the same."""
 
     epoch: int
     step: Step
     after: int = 0
     body: bytes = b""
+    ahead: tuple[bytes, ...] = ()
 
 
 class StepOutcome(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

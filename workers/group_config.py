@@ -50,6 +50,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_bytes: int = 0
     host_bytes: int = 0
     max_adapters: int = 1024
+    sample_rows: int = 0
+    sample_tokens: int = 65_536
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     threads_per_rank: int = 1
@@ -62,5 +64,6 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Groups in which an adapter has the same layout and every computation the same bits. `more`: what else decides that, such as the
         device, and where snapshots are kept."""
         layout = (self.tp, self.dp, self.max_rank, self.targets, self.dtype, self.optimizer, self.overlap, self.bucket_size)
-        same = (self.backend, self.model, layout, more)
+        sampling = (self.sample_rows, self.sample_tokens)
+        same = (self.backend, self.model, layout, sampling, more)
         return hashlib.sha256(msgspec.json.encode(same)).hexdigest()[:12]

@@ -7,8 +7,8 @@ before an `Engine` touches bytes. The same machine drives the simulated engine a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -97,7 +97,10 @@ class Engine(Protocol):
         """Zeroes the live gradient buffer."""
 
     def optim_step(self, body: OptimStep) -> OptimStepResult: ...
-    def sample(self, body: Sample) -> SampleResult: ...
+    def sample(self, bodies: Sequence[Sample]) -> list[SampleResult | HotdeskError]:
+        """Each as if it were alone, bit by bit."""
+        ...
+
     def save(self, adapter: str, name: str, kind: str, overwrite: bool, facts: AdapterFacts, request_id: str) -> SaveResult:
         """Slot to a checkpoint. Done once for a `request_id`: a second call finds the first one's and says the same."""
         ...
@@ -146,6 +149,13 @@ class Held(msgspec.Struct):
     spilled: bool = False
 
 
+class Drawn(NamedTuple):
+    """A sample that was computed with others, and its part of what that cost."""
+
+    result: SampleResult | HotdeskError
+    cost_us: int
+
+
 class Machine:
     """One device. `apply` never raises: what went wrong is in the outcome."""
 
@@ -161,6 +171,9 @@ class Machine:
         self.untold: dict[str, Written] = {}  # what no step's outcome has told yet: nobody keeps what a status says of an idle group
         self.lost: set[str] = set()  # adapters whose state a failure spoiled: to be rebuilt from snapshot and log
         self._touched: list[str] = []
+        self._ahead: tuple[bytes, ...] = ()
+        self._drawn: dict[int, Drawn] = {}  # samples of the steps to come, which were computed with the one before them
+        self._shared_us = 0  # what of this step's time is another step's, or the reverse
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -202,6 +215,9 @@ class Machine:
         step = call.step
         started = time.perf_counter_ns()
         self._touched = [step.adapter] if step.adapter else []
+        self._ahead, self._shared_us = call.ahead, 0
+        if step.id not in self._drawn:
+            self._drawn = {}
         result, error, untouched = b"", None, False
         try:
             self._check(step)
@@ -214,7 +230,7 @@ class Machine:
             error = WorkerFailed(f"{step.op or step.kind}: {type(failure).__name__}: {failure}").info
         if error is not None and step.redo and not untouched:
             self._lose(step.adapter)  # a re-execution that fails half way is begun again from the snapshot
-        cost_us = (time.perf_counter_ns() - started) // 1000
+        cost_us = (time.perf_counter_ns() - started) // 1000 + self._shared_us
         outcome = self._outcome(step, result, error, untouched, cost_us)
         if step.kind is StepKind.MOVE:
             self.lost.discard(step.adapter)  # it was told
@@ -485,7 +501,28 @@ class Machine:
     def _sample(self, step: Step, body: bytes) -> msgspec.Struct:
         if self.published.rpartition("@")[0] != step.adapter:
             raise WrongLive(f"sample: the sampler holds {self.published or 'nothing'!r}, not {step.adapter}")
-        return self.engine.sample(decode_body(Op.SAMPLE, body))
+        if step.id not in self._drawn:
+            self._draw(step.id, (body, *self._ahead))
+        drawn = self._drawn.pop(step.id)
+        self._shared_us += drawn.cost_us
+        if isinstance(drawn.result, HotdeskError):
+            raise drawn.result
+        return drawn.result
+
+    def _draw(self, step_id: int, bodies: Sequence[bytes]) -> None:
+        """What comes right behind the step is computed with it, and each still is a step with an outcome of its own. Where that is too much
+        for the device, each is computed alone."""
+        asked = [decode_body(Op.SAMPLE, body) for body in bodies]
+        began = time.perf_counter_ns()
+        try:
+            results = self.engine.sample(asked)
+        except Exception:
+            if len(asked) == 1:
+                raise
+            results = self.engine.sample(asked[:1])
+        took_us = (time.perf_counter_ns() - began) // 1000
+        self._shared_us -= took_us
+        self._drawn = {step_id + index: Drawn(result, took_us // len(results)) for index, result in enumerate(results)}
 
     def _save_state(self, step: Step, body: bytes) -> msgspec.Struct:
         request: SaveState = decode_body(Op.SAVE_STATE, body)

@@ -11,14 +11,14 @@ import asyncio
 import hashlib
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import anyio
 import msgspec
 import numpy as np
 
-from state.errors import BadCheckpoint, CheckpointExists, UnknownCheckpoint, WorkerFailed, WorkersLostError
+from state.errors import BadCheckpoint, CheckpointExists, HotdeskError, UnknownCheckpoint, WorkerFailed, WorkersLostError
 from state.events import AdapterFacts, GroupSpec, Part, StepKind, Written
 from state.requests import (
     Forward,
@@ -47,6 +47,7 @@ SIMULATED_SPEC = GroupSpec(
     vocab_size=256,
     max_sequence_tokens=2048,
     base_model="simulated",
+    sample_rows=8,
     kin="simulated",
 )
 SLOT_BYTES = 1000  # declared, so that byte gauges move
@@ -191,7 +192,10 @@ class SimulatedEngine:
         self.live = Copy(self.live.signature, weights, "", 0, self.live.optimizer_step + 1)
         return OptimStepResult(self.live.optimizer_step, {}, weights[:16])
 
-    def sample(self, body: Sample) -> SampleResult:
+    def sample(self, bodies: Iterable[Sample]) -> list[SampleResult | HotdeskError]:
+        return [self._sample(body) for body in bodies]
+
+    def _sample(self, body: Sample) -> SampleResult:
         assert self.sampler is not None
         sequences = []
         for index in range(body.num_samples):

@@ -68,8 +68,8 @@ def main() -> int:
         body = Sample(Tensor("int32", prompt.shape, prompt.tobytes()), max_tokens=args.tokens)
         for count in (1, 8, 64):
             asked = msgspec.structs.replace(body, num_samples=count)
-            engine.sampler.sample(asked)
-            ms = median_ms(engine, partial(engine.sampler.sample, asked), 3)
+            engine.sampler.sample([asked])
+            ms = median_ms(engine, partial(engine.sampler.sample, [asked]), 3)
             rows.append({"what": f"sample {count} x {args.tokens}", "ms": ms, "tokens_per_s": round(1000 * count * args.tokens / ms)})
             print(rows[-1], file=sys.stderr)
     for row in rows:

@@ -155,7 +155,9 @@ class _Alone:
     def sample(self, body: Sample) -> msgspec.Struct:
         self._to_slot()
         self.engine.publish(self.adapter)
-        return self.engine.sample(body)
+        [result] = self.engine.sample([body])
+        assert not isinstance(result, HotdeskError)
+        return result
 
     def save_state(self, body: SaveState) -> msgspec.Struct:
         self._to_slot()

@@ -29,7 +29,7 @@ from state.log import Commit
 from state.memory_log import MemoryLog
 from state.redis_log import RedisLog
 from state.requests import Forward, Op, encode_body
-from workers.simulated import SimulatedGroup
+from workers.simulated import SimulatedEngine, SimulatedGroup
 
 pytestmark = pytest.mark.anyio
 _fleet = itertools.count()
@@ -90,6 +90,24 @@ async def folded(store, disk=None):
     archive = Archive(disk("archive")) if disk is not None else None
     fleet, _ = await state_snapshots.load_fleet(None, History(archive, store))
     return encode(fleet)
+
+
+async def test_samples_that_wait_together_are_computed_together(server, fleet, tmp_path, monkeypatch):
+    calls = []
+    real = SimulatedEngine.sample
+    monkeypatch.setattr(SimulatedEngine, "sample", lambda self, bodies: calls.append(len(bodies)) or real(self, bodies))
+    store = RedisLog.connect(server.url, fleet)
+    group = SimulatedGroup("main", cost_us={Op.FORWARD_BACKWARD: 300_000}, sleep=True)
+    async with daemon(store, data_dir=tmp_path, group=group), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
+        poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
+        alone = [await (await poet.sample([1, 2], max_tokens=3, seed=number)) for number in range(5)]
+        trained = await poet.forward_backward(DATA)  # they come while it computes
+        sampled = [await poet.sample([1, 2], max_tokens=3, seed=number) for number in range(5)]
+        await trained
+        assert [await one for one in sampled] == alone
+    assert calls == [1] * 5 + [5]
+    await verified(store, tmp_path)
+    await store.close()
 
 
 async def test_a_tenants_program_from_create_to_unload(server, fleet, tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from scheduler.policy import POLICIES, Fair
@@ -15,6 +16,7 @@ from state.fair_queue import Cost, FairQueue, Share
 from state.fleet import Fleet, apply
 from state.requests import CreateAdapter, Forward, Op, OptimStep, Sample, Signature, Unload
 from tests.harness import FAILING, Synchronous, int32, sequence
+from workers.simulated import SIMULATED_SPEC
 
 FB, STEP = Op.FORWARD_BACKWARD, Op.OPTIM_STEP
 SWITCH_US = {StepKind.SWAP: 2_000, StepKind.PARK: 3_000, StepKind.WAKE_SAMPLER: 5_000, StepKind.BACKLOAD: 4_000}
@@ -204,6 +206,20 @@ def test_a_turn_is_worth_its_switch():
     bench.settle()
     rows = Turns(bench).rows[4:-1]
     assert sum(row[2] for row in rows) / sum(row[1] for row in rows) < 0.12, "10 switches' worth a turn: a tenth goes to switching"
+
+
+@pytest.mark.parametrize(("rows", "sampled"), [(8, 2), (1, 1)])
+def test_a_turn_of_samples_fills_the_rows_that_are_computed_together(rows, sampled):
+    bench = Synchronous(
+        Settings("fair", turn_least_us=5_000, turn_switches=1.0), spec=msgspec.structs.replace(SIMULATED_SPEC, sample_rows=rows)
+    )
+    bench.cost_us = lambda call: cost_us(bench, call)
+    bench.create("a")
+    bench.send("a", "poet", 1, Op.SAMPLE, Sample(int32([1]), max_tokens=200))
+    bench.settle()
+    entries = [bench.entry("a", "poet", number + 2, Op.SAMPLE, Sample(int32([1]), num_samples=3, max_tokens=200)) for number in range(9)]
+    [dispatch] = bench.handle(*entries).dispatches
+    assert len(dispatch.steps) == sampled, "each is worth more than a turn, but those that share its rows cost nothing more"
 
 
 def test_training_and_sampling_come_in_phases():

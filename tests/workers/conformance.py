@@ -70,11 +70,20 @@ class Device:
         self.space = next(_SPACES)
 
     def do(
-        self, kind: StepKind, adapter: str = "", *, op: str = "", body: Any = None, live: str | None = None, **fields: Any
+        self,
+        kind: StepKind,
+        adapter: str = "",
+        *,
+        op: str = "",
+        body: Any = None,
+        ahead: tuple[Any, ...] = (),
+        live: str | None = None,
+        **fields: Any,
     ) -> StepOutcome:
         self.last += 1
         step = Step(self.last, kind, adapter, op=op, live=self.live if live is None else live, **fields)
-        outcome: StepOutcome = self.apply(Call(self.epoch, step, body=encode_body(body) if body is not None else b""))
+        following = tuple(encode_body(one) for one in ahead)
+        outcome: StepOutcome = self.apply(Call(self.epoch, step, body=encode_body(body) if body is not None else b"", ahead=following))
         if outcome.facts is not None:
             self.live = outcome.facts.live
             self.written += outcome.facts.written
@@ -437,6 +446,26 @@ class Conformance:
         assert first.sequences[0] != first.sequences[1]
         assert first.prompt_logprobs.shape == (3,)
         assert code(device.do(StepKind.EXECUTE, self.name(device, "a"), op=Op.FORWARD, body=batch(1))) == "NotResident"
+        device.take_back(a)
+
+    def test_samples_computed_together_are_those_computed_alone(self, device):
+        a = self.name(device, "a")
+        device.create(a, 1)
+        device.swap(a)
+        device.train(a, 1, learning_rate=0.1)
+        device.give_away()
+        device.ok(StepKind.PUBLISH, a, version=1)
+        asked = [
+            Sample(int32([1, 2, 3]), num_samples=2, max_tokens=5, seed=1, prompt_logprobs=True),
+            Sample(int32([4] * 9), max_tokens=3, seed=2, temperature=0.5, top_k=5),
+            Sample(int32([5]), num_samples=9, max_tokens=4, seed=3, top_p=0.8, topk_sample_logprobs=2),
+            Sample(int32([1] * 60), max_tokens=4, temperature=0.0, stop=((6,), (7, 8))),
+        ]
+        alone = [device.run(a, Op.SAMPLE, one) for one in asked]
+        together = [device.run(a, Op.SAMPLE, asked[0], ahead=tuple(asked[1:])), *(device.run(a, Op.SAMPLE, one) for one in asked[1:])]
+        assert together == alone
+        assert device.run(a, Op.SAMPLE, asked[2], ahead=(asked[0],)) == alone[2]
+        assert device.sample(a, 2) == device.run(a, Op.SAMPLE, PROMPT), "what was computed ahead is of its own plan only"
         device.take_back(a)
 
     def test_sampler_weights_can_be_sampled_as_another_adapter(self, device):

@@ -12,13 +12,12 @@ import torch
 from scheduler.producer import values
 from state.errors import OutOfMemory, UnknownLayout
 from state.events import StepKind
-from state.requests import CreateAdapter, Forward, LoadState, Op, OptimStep, Sample, SaveState, SaveWeightsForSampler, Signature
+from state.requests import CreateAdapter, Forward, LoadState, Op, OptimStep, SaveState, SaveWeightsForSampler, Signature
 from state.residency import ALL_PARTS
-from tests.harness import float32, int32, sequence
+from tests.harness import float32, sequence
 from tests.workers.conformance import Conformance, Device, batch, code
 from tests.workers.megatron_rank import RECIPE_NAMES as RECIPES
 from tests.workers.megatron_rank import group, rank
-from workers.megatron.sampler import _drawn
 
 LAYOUTS = [("distributed", "float32"), ("plain", "float32"), ("plain_fused", "float32"), ("distributed_fused", "float32")]
 LAYOUTS += [(name, "bfloat16") for name in RECIPES]
@@ -157,51 +156,6 @@ def test_gradients_that_are_not_finite_are_discarded_and_nothing_is_applied(devi
     assert "finite" in outcome.error.message or "inf" in outcome.error.message
     assert (outcome.facts.adapters[0].pending, outcome.facts.adapters[0].optimizer_step) == (0, 0)
     assert device.run("t/a", Op.FORWARD, batch(2)) == before
-
-
-def test_the_sampler_agrees_with_the_trainer_and_obeys_its_parameters(device):
-    device.create("t/a", 1)
-    device.swap("t/a")
-    for number in range(3):
-        device.train("t/a", number, learning_rate=0.05)
-    tokens = [1, 2, 3, 4, 5]
-    trained = values(device.run("t/a", Op.FORWARD, Forward((sequence(*tokens),))).logprobs[0])
-    device.give_away()
-    device.ok(StepKind.PUBLISH, "t/a", version=3)
-
-    def sample(**params):
-        return device.run("t/a", Op.SAMPLE, Sample(**{"prompt": int32(tokens), "max_tokens": 8, **params}))
-
-    scored = values(sample(prompt_logprobs=True).prompt_logprobs)
-    assert math.isnan(scored[0])
-    assert np.allclose(scored[1:], trained, atol=3e-2)
-    greedy = sample(temperature=0.0).sequences[0]
-    assert sample(temperature=0.0, seed=5).sequences[0] == greedy
-    assert sample(top_k=1).sequences[0].tokens == greedy.tokens
-    assert sample(top_p=1e-6).sequences[0].tokens == greedy.tokens
-    assert sample(seed=1) == sample(seed=1) != sample(seed=2)
-    first = int(values(greedy.tokens)[0])
-    stopped = sample(temperature=0.0, stop=((first,),)).sequences[0]
-    assert (stopped.stop_reason, stopped.tokens.shape) == ("stop", (1,))
-    assert greedy.stop_reason == "length"
-    assert (values(greedy.logprobs) <= 0).all()
-    device.take_back("t/a")
-
-
-def test_draws_follow_the_distribution_and_never_leave_it():
-    """Every hundredth of the way through [0, 1) falls into the token that has that part of the whole; its ends too."""
-    probabilities = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
-
-    def drawn(of, *uniform):
-        return _drawn(of.expand(len(uniform), -1), torch.tensor(uniform, dtype=torch.float64)).tolist()
-
-    hundred = drawn(probabilities, *(hundredth / 100 for hundredth in range(100)))
-    assert {token: hundred.count(token) for token in set(hundred)} == {1: 25, 3: 50, 4: 25}
-    assert drawn(probabilities, math.nextafter(1.0, 0.0), 0.0) == [4, 1]
-    uneven = torch.softmax(torch.linspace(0, 3, 1000), 0)
-    assert drawn(uneven, math.nextafter(1.0, 0.0)) == [999]
-    middles = uneven.double().cumsum(0) - uneven / 2
-    assert drawn(uneven, *middles.tolist()) == list(range(1000))
 
 
 def test_a_damaged_or_partial_checkpoint_is_refused_and_the_adapter_stays_as_it_was(hosted, device, tmp_path):
@@ -360,7 +314,6 @@ def test_a_full_host_refuses_by_name(hosted, device):
 
 
 def test_storages_are_exchanged_with_every_view_following():
-    import torch
 
     from workers.megatron.exchange import exchange
 
@@ -373,7 +326,6 @@ def test_storages_are_exchanged_with_every_view_following():
 
 
 def test_remainders_hold_every_bit_of_a_master():
-    import torch
 
     from workers.megatron.fused_adam import join, split
 
@@ -388,7 +340,6 @@ def test_the_export_is_what_peft_expects(hosted, device, tmp_path):
     """Names, shapes and configuration as HF PEFT has them; the parts of the fused update, put together again, are the fused update."""
     import json
 
-    import torch
     from safetensors.torch import load_file
 
     engine = hosted.machine.engine

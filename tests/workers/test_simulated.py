@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
 import msgspec
 import pytest
 
+from state.errors import OutOfMemory, WorkerFailed
 from state.events import StepKind
-from tests.workers.conformance import Conformance, Device
+from state.requests import Op, Sample
+from tests.harness import int32
+from tests.workers.conformance import Conformance, Device, code
 from workers.machine import Machine
 from workers.simulated import SIMULATED_SPEC, SimulatedEngine
 
@@ -16,6 +22,62 @@ class TestSimulated(Conformance):
     def device(self, tmp_path):
         spec = msgspec.structs.replace(SIMULATED_SPEC, device_slots=3)
         return Device(Machine(SimulatedEngine(spec, tmp_path)).apply)
+
+
+def sampling(monkeypatch, sample) -> tuple[Device, SimulatedEngine]:
+    engine = SimulatedEngine()
+    monkeypatch.setattr(engine, "sample", partial(sample, engine.sample))
+    device = Device(Machine(engine).apply)
+    device.create("t/a", 1)
+    device.give_away()
+    device.ok(StepKind.PUBLISH, "t/a", version=1)
+    return device, engine
+
+
+def asked(number: int) -> Sample:
+    return Sample(int32([number, 2]), max_tokens=4)
+
+
+def test_of_samples_computed_together_one_that_fails_fails_alone(monkeypatch):
+    calls = []
+
+    def sample(real, bodies):
+        calls.append(len(bodies))
+        return [WorkerFailed("planted") if body == asked(2) else result for body, result in zip(bodies, real(bodies))]
+
+    device, _ = sampling(monkeypatch, sample)
+    first = device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(1), ahead=(asked(2), asked(3)))
+    codes = [code(first), *(code(device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(number))) for number in (2, 3))]
+    assert codes == ["", "WorkerFailed", ""]
+    assert calls == [3], "computed once, and each told in its own step"
+
+
+def test_samples_that_are_too_many_at_once_are_computed_one_by_one(monkeypatch):
+    calls = []
+
+    def sample(real, bodies):
+        calls.append(len(bodies))
+        if len(bodies) > 1:
+            raise OutOfMemory("planted")
+        return real(bodies)
+
+    device, _ = sampling(monkeypatch, sample)
+    device.run("t/a", Op.SAMPLE, asked(1), ahead=(asked(2),))
+    device.run("t/a", Op.SAMPLE, asked(2))
+    assert calls == [2, 1, 1]
+
+
+def test_what_samples_cost_together_is_told_in_equal_parts(monkeypatch):
+    def sample(real, bodies):
+        time.sleep(0.06)
+        return real(bodies)
+
+    device, _ = sampling(monkeypatch, sample)
+    first = device.ok(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(1), ahead=(asked(2), asked(3)))
+    second = device.ok(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(2))
+    assert second.cost_us >= 20_000
+    assert first.cost_us + second.cost_us >= 40_000
+    assert first.cost_us < second.cost_us + 20_000
 
 
 def test_a_snapshot_that_a_status_told_of_is_told_again_by_the_next_step():

@@ -18,55 +18,66 @@ GRAPH_FROM = 8  # steps; capturing a graph costs about as much as one step witho
 
 
 class Decoder:
-    """`count` continuations of one prompt, in at most `length` positions. Caches: [count, kv heads of this rank, length, head dim]."""
+    """`rows` sequences side by side, each in at most `length` positions and at a place of its own. Caches: [rows, kv heads of this rank,
+    length, head dim]. However many rows are in use, all are computed: a kernel that was chosen for another shape would add in another
+    order, and a sequence's bits would depend on its neighbours."""
 
-    def __init__(self, model: Any, count: int, length: int, device: torch.device) -> None:
+    def __init__(self, model: Any, rows: int, length: int, device: torch.device) -> None:
         self.model = model
-        self.count, self.length = count, length
+        self.rows, self.length = rows, length
         self.frequencies: torch.Tensor = self.model.rotary_pos_emb(length).to(device)
         self.places = torch.arange(length, device=device)
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Reads `tokens` int64 [T] once, for all continuations. Logits fp32 [count, vocab] of what follows."""
+    def clear(self) -> None:
+        """Nothing of earlier sequences stays."""
+        self.positions.zero_()
+        for cache in self.caches:
+            for part in cache:
+                part.zero_()
+
+    def prompt(self, tokens: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Reads `tokens` int64 [T] once, into all of `rows`. Logits fp32 [vocab] of what follows."""
         length = len(tokens)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
-            mine = []
-            for part in (key, value):
-                whole = part.new_zeros(self.count, part.shape[1], self.length, part.shape[3])
-                whole[:, :, :length] = part
-                mine.append(whole)
-            self.caches.append((mine[0], mine[1]))
+            if layer == len(self.caches):
+                empty = (part.new_zeros(self.rows, part.shape[1], self.length, part.shape[3]) for part in (key, value))
+                self.caches.append((next(empty), next(empty)))
+            for kept, part in zip(self.caches[layer], (key, value)):
+                kept[rows, :, :length] = part
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-        logits = self._forward(tokens[None], self.places[:length], attend)
-        self.position.fill_(length)
-        return logits.expand(self.count, -1)
+        logits = self._forward(tokens[None], self.frequencies[:length], attend)
+        self.positions[rows] = length
+        return logits[0]
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Appends `tokens` int64 [count], one to each continuation. Logits fp32 [count, vocab]. No shape depends on how far it is."""
-        ahead = self.places > self.position
+        """Appends `tokens` int64 [rows], one to each sequence. Logits fp32 [rows, vocab]. No shape depends on how far they are."""
+        ahead = (self.places > self.positions[:, None])[:, None, None]
+        heads = self.caches[0][0].shape[1]
+        flat = torch.arange(self.rows * heads, device=tokens.device) * self.length + self.positions.repeat_interleave(heads)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
             keys, values = self.caches[layer]
-            keys.index_copy_(2, self.position, key)
-            values.index_copy_(2, self.position, value)
-            grouped = query.reshape(self.count, keys.shape[1], -1, keys.shape[3])
+            for kept, part in ((keys, key), (values, value)):
+                kept.view(-1, kept.shape[3]).index_copy_(0, flat, part.reshape(-1, kept.shape[3]))
+            grouped = query.reshape(self.rows, heads, -1, keys.shape[3])
             scores = (grouped @ keys.transpose(2, 3)).float() * keys.shape[3] ** -0.5
             weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
             return (weights.to(values.dtype) @ values).view(query.shape)
 
-        logits = self._forward(tokens[:, None], self.position, attend)
-        self.position += 1
+        logits = self._forward(tokens[:, None], self.frequencies.index_select(0, self.positions).transpose(0, 1), attend)
+        self.positions += 1
+        self.positions.clamp_(max=self.length - 1)  # a sequence that ended goes on computing, into nothing
         return logits
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Of the last position, fp32 [b, vocab]. `attend` gets [b, heads, T, head dim] and the layer's index."""
+    def _forward(self, tokens: torch.Tensor, frequencies: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Of the last position, fp32 [b, vocab]. `frequencies`: [T, 1 or b, 1, dim]; `attend` gets [b, heads, T, head dim] and the layer's
+        index."""
         model = self.model
-        hidden = model.embedding(input_ids=tokens, position_ids=positions[None].expand_as(tokens))
-        frequencies = self.frequencies.index_select(0, positions)
+        hidden = model.embedding(input_ids=tokens, position_ids=torch.zeros_like(tokens))  # rotary: the embedding knows no positions
         for index, layer in enumerate(model.decoder.layers):
             attention = layer.self_attention
             query, key, value = attention.get_query_key_value_tensors(layer.input_layernorm(hidden), None)
@@ -79,24 +90,24 @@ class Decoder:
         return logits[0].float()  # type: ignore[no-any-return]
 
 
-def repeated(step: Callable[[], None], times: int, device: torch.device) -> Callable[[], None]:
-    """`step`, to be called `times` times: the first time as it is, then, where that pays on this device, as a CUDA graph. A step over
+class Repeated:
+    """`step`, to be called again and again: the first time as it is, then, where that pays on this device, as a CUDA graph. A step over
     several ranks is not captured: what one rank does then must not depend on when another one captures."""
-    if device.type != "cuda" or times < GRAPH_FROM or torch.distributed.get_world_size() > 1:
-        return step
-    graph: list[torch.cuda.CUDAGraph] = []
-    done = 0
 
-    def next_step() -> None:
-        nonlocal done
-        done += 1
-        if done == 1:
-            step()  # loads what is loaded lazily, which a capture must not
-            return
-        if not graph:
-            graph.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graph[0], capture_error_mode="thread_local"):
-                step()
-        graph[0].replay()
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
+        self.step = step
+        self.captures = device.type == "cuda" and torch.distributed.get_world_size() == 1
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.done = 0
 
-    return next_step
+    def __call__(self, left: int) -> None:
+        """`left`: so many calls are still to come, this one included."""
+        self.done += 1
+        if self.graph is None and self.done > 1 and self.captures and left >= GRAPH_FROM:  # the first call loads what is loaded lazily
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.step()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.step()

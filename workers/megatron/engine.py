@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,7 @@ class MegatronEngine:
             device_slots=self.device_slots_most,
             host_slots=self.arena.states.count,
             max_adapters=config.max_adapters,
+            sample_rows=self.sampler.rows,
             kin=config.kin(self._arithmetic(), checkpoints.storage_id(root)),
         )
 
@@ -159,7 +160,8 @@ class MegatronEngine:
             index, offset = layouts.place(self.parameters[name], self.live.weights)
             parameter.data = lora[index][offset : offset + parameter.numel()].view(parameter.shape)
             parameter.requires_grad_(False)
-        return Sampler(model, base, lora, self.device)
+        rows = self.config.sample_rows or (64 if self.device.type == "cuda" else 8)
+        return Sampler(model, base, lora, self.device, rows, self.config.sample_tokens)
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
@@ -433,13 +435,17 @@ class MegatronEngine:
         self._synchronize()
 
     def sleep_sampler(self) -> None:
+        self.sampler.forget()
         for storage in self.sampler.storages():
             storage.resize_(0)
 
     def publish(self, adapter: str) -> None:
         slot = self.slots[adapter]
         self._copy(self._weights_of(slot), self.sampler.lora)
-        self.sampler_scale.value = slot.signature.alpha / slot.signature.rank
+        scale = slot.signature.alpha / slot.signature.rank
+        if scale != self.sampler_scale.value:
+            self.sampler.forget()  # a captured step has it in it
+        self.sampler_scale.value = scale
         self._synchronize()
 
     # --- computation ----------------------------------------------------------------------------------------------
@@ -553,8 +559,8 @@ class MegatronEngine:
         own += [step or 0 for step in self.bound.group_steps]
         return shards.combine(self._gather_world(own))
 
-    def sample(self, body: Sample) -> SampleResult:
-        return self.sampler.sample(body)
+    def sample(self, bodies: Sequence[Sample]) -> list[SampleResult | HotdeskError]:
+        return self.sampler.sample(bodies)
 
     def _restore_rng(self) -> None:
         if self.config.model.dropout and self.bound is not None and self.bound.rng is not None:
