@@ -21,7 +21,8 @@ from state.errors import ConfigError
 from state.events import Settings
 from state.fair_queue import Share
 from state.requests import is_name
-from workers.group_config import LORA_TARGETS, GroupConfig
+from workers.group_config import LORA_TARGETS, EngineConfig, GroupConfig
+from workers.inference.dialects import DIALECTS
 
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,19 +80,6 @@ class MetricsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: int = 0
-
-
-class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An external engine that samples beside a group. `model`: the base model's name there. `patience_s`: how long a sample waits for an
-    engine that is away or busy; `timeout_s`: for one that computes."""
-
-    url: str
-    model: str
-    dialect: Literal["vllm", "sglang"] = "vllm"
-    key: str = ""
-    connections: int = 64
-    timeout_s: float = 600.0
-    patience_s: float = 120.0
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,7 +181,18 @@ def _with_key(message: str) -> str:
     return f"key {key}: {found.group(1) if found else message}"
 
 
+def _of_engine(key: str, engine: EngineConfig) -> list[tuple[str, bool, str]]:
+    return [
+        (f"{key}.url", re.match(r"https?://\S", engine.url) is not None, "must begin with http:// or https://"),
+        (f"{key}.model", bool(engine.model), "must name the base model"),
+        (f"{key}.connections", engine.connections >= 1, "must be at least 1"),
+        (f"{key}.timeout_s", engine.timeout_s > 0, "must be positive"),
+        (f"{key}.patience_s", engine.patience_s > 0, "must be positive"),
+    ]
+
+
 def _check(config: Config) -> None:
+    with_own = {name for name, group in config.groups.items() if group.engine is not None}
     checks: list[tuple[str, bool, str]] = [
         ("fleet.name", is_name(config.fleet.name), "is no valid name"),
         ("policy.name", config.policy.name in POLICIES, f"is none of {sorted(POLICIES)}"),
@@ -230,15 +229,12 @@ def _check(config: Config) -> None:
             for name in ("lora_alpha", "session_timeout_s", "sampler_idle_s", "answer_kept_s", "hold_s", "body_bytes")
         ),
         *(
-            (f"gateway.engines.{name}.{key}", good, why)
+            check
             for name, engine in config.gateway.engines.items()
-            for key, good, why in (
-                ("url", name in config.groups, "there is no such group"),
-                ("url", re.match(r"https?://\S", engine.url) is not None, "must begin with http:// or https://"),
-                ("model", bool(engine.model), "must name the base model"),
-                ("connections", engine.connections >= 1, "must be at least 1"),
-                ("timeout_s", engine.timeout_s > 0, "must be positive"),
-                ("patience_s", engine.patience_s > 0, "must be positive"),
+            for check in (
+                (f"gateway.engines.{name}.url", name in config.groups, "there is no such group"),
+                (f"gateway.engines.{name}", name not in with_own, f"group {name!r} has an engine of its own, in groups.{name}.engine"),
+                *_of_engine(f"gateway.engines.{name}", engine),
             )
         ),
         ("gateway.hold_s", config.gateway.hold_s <= 40, "must be at most 40: clients give up after 45 s"),
@@ -246,6 +242,12 @@ def _check(config: Config) -> None:
     ]
     for name, group in config.groups.items():
         model = group.model
+        if group.engine is not None:
+            checks += [
+                *_of_engine(f"groups.{name}.engine", group.engine),
+                (f"groups.{name}.engine", group.backend == "megatron", "needs the megatron backend"),
+                (f"groups.{name}.engine.dialect", bool(DIALECTS[group.engine.dialect].asleep), "cannot say whether it sleeps; vllm can"),
+            ]
         checks += [
             (f"groups.{name}", is_name(name), "is no valid name"),
             *(

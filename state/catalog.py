@@ -77,7 +77,6 @@ class Forwarded(msgspec.Struct, frozen=True):
     sampler: Sampler
     body: bytes
     last_n: int | None = None
-    ignore_eos: bool = False
 
 
 Record = TypeVar("Record", Session, Run, Checkpoint, Sampler)

@@ -119,6 +119,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0  # so many most likely tokens at each position of the prompt, with their logprobs
     topk_sample_logprobs: int = 0  # and of each sampled token
+    ignore_eos: bool = False  # of a sampler that knows the model's end of sequence: Megatron's ends at `stop` only
 
 
 class SaveState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -249,6 +250,9 @@ class OptimStepResult(msgspec.Struct, frozen=True, gc=False):
     optimizer_step: int
     metrics: dict[str, float]
     digest: str  # of the adapter's masters, moments and step after the update
+
+
+NO_LOGPROB = -99999.0  # fills an empty cell of a `TopK`, with token 0
 
 
 class TopK(msgspec.Struct, frozen=True):

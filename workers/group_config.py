@@ -31,10 +31,25 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
 
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An inference engine that samples instead of Megatron. `model`: the base model's name there. `patience_s`: how long a call waits for
+    an engine that is away or busy; `timeout_s`: for one that computes."""
+
+    url: str
+    model: str
+    dialect: Literal["vllm", "sglang"] = "vllm"
+    key: str = ""
+    connections: int = 64
+    timeout_s: float = 600.0
+    patience_s: float = 120.0
+
+
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker group. `targets`: modules that may carry LoRA. `device_slots`: adapters on the device at once, the live one included;
     `device_bytes`, `host_bytes`: byte budgets a rank for adapters, instead of counting them; 0 means that the counts hold.
-    Switching and prefetching use two further sets of an adapter's storages on the device, beside these."""
+    Switching and prefetching use two further sets of an adapter's storages on the device, beside these.
+    `sample_rows`: sequences that the sampler computes side by side, 0 for 64 on a GPU and 8 on a processor; `sample_tokens`: places in its
+    cache, which long sequences fill with fewer rows. `engine`: samples on the group's own devices, asleep while the group trains."""
 
     backend: Literal["megatron", "simulated"] = "megatron"
     tp: int = 1
@@ -58,6 +73,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_timeout_s: float = 180.0
     step_timeout_s: float = 600.0
     model: ModelConfig = ModelConfig()
+    engine: EngineConfig | None = None
     simulated_cost_us: dict[str, int] = {}
 
     def kin(self, *more: str) -> str:

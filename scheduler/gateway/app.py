@@ -26,7 +26,6 @@ from scheduler.config import GatewayConfig
 from scheduler.gateway import translate
 from scheduler.gateway.answers import JSON, LARGE_BYTES
 from scheduler.gateway.desk import INFLIGHT, SAMPLER_WEIGHTS, UNNAMED, WEIGHTS, Desk, LoraConfig, Offer, now_ms, path_of
-from scheduler.gateway.engine import Engine
 from scheduler.producer import Producer
 from state.catalog import Catalog, Checkpoint, Run, Sampler, Session
 from state.errors import (
@@ -41,6 +40,7 @@ from state.errors import (
 )
 from state.redis_log import RedisLog
 from state.requests import Op, OptimStep
+from workers.inference.client import InferenceEngine
 
 log = structlog.get_logger("hotdesk.gateway")
 
@@ -59,7 +59,7 @@ class Gateway:
         self.store = RedisLog.connect(url, fleet)
         self._digests = {digest: tenant for tenant, digest in config.keys.items()}
         self._tenants: dict[str, tuple[str, float]] = {}  # key digest -> tenant, and until when that is taken for true
-        self._engines = {group: Engine(engine) for group, engine in config.engines.items()}
+        self._engines = {group: InferenceEngine(engine) for group, engine in config.engines.items()}
         self._desks: dict[str, Desk] = {}
         self._opening: dict[str, anyio.Event] = {}
         self._scopes: dict[str, anyio.CancelScope] = {}

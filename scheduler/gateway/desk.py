@@ -24,7 +24,6 @@ from anyio.abc import TaskGroup
 
 from scheduler.gateway import translate
 from scheduler.gateway.answers import Answer, Answers, Encode, Then
-from scheduler.gateway.engine import Engine
 from scheduler.gateway.versions import CREATE, FORWARDED, LOAD, Asked, EngineVersions, GroupVersions, Version, Versions
 from scheduler.producer import Producer
 from state.catalog import Catalog, Checkpoint, Run, Sampler, Session
@@ -51,6 +50,7 @@ from state.requests import (
     Signature,
     is_name,
 )
+from workers.inference.client import InferenceEngine
 
 log = structlog.get_logger("hotdesk.gateway")
 
@@ -109,7 +109,7 @@ class Desk:
         producer: Producer,
         catalog: Catalog,
         offers: dict[str, Offer],
-        engines: dict[str, Engine],
+        engines: dict[str, InferenceEngine],
         tasks: TaskGroup,
         kept_s: float = 600.0,
     ) -> None:
@@ -445,8 +445,7 @@ class Desk:
         sampler = await self.sampler(request.sampling_session_id)
         identity = f"{request.sampling_session_id}/{request.seq_id}"
         body = translate.sample_body(request, self.offer(sampler.base_model).max_tokens, digest_number(identity, 62))
-        ignore_eos = request.sampling_params.stop == []
-        asked = Asked(sampler, digest_number(identity, 60), body, request.prompt_logprobs_last_n, ignore_eos)
+        asked = Asked(sampler, digest_number(identity, 60), body, request.prompt_logprobs_last_n)
         place = await self._resident(sampler)
         short_id = await self._versions(self._name(sampler.base_model, sampler.path)).sample(place, asked)
         return short_id, [f"{short_id}/{index}" for index in range(request.num_samples)]

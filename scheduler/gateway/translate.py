@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from scheduler.gateway import wire
 from state.errors import BadBody, MalformedRequest
 from state.requests import (
+    NO_LOGPROB,
     Datum,
     Forward,
     ForwardResult,
@@ -25,7 +26,6 @@ from state.requests import (
     TopK,
 )
 
-NO_LOGPROB = -99999.0  # fills an empty cell of a top-k table, with token 0
 SEED_BITS = 2**63 - 1
 
 
@@ -99,6 +99,7 @@ def sample_body(request: SampleRequest, most_tokens: int, seed: int) -> Sample:
         prompt_logprobs=bool(request.prompt_logprobs),
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_sample_logprobs=request.topk_sample_logprobs,
+        ignore_eos=params.stop == [],
     )
 
 

@@ -11,11 +11,11 @@ import structlog
 
 from scheduler.gateway import translate
 from scheduler.gateway.answers import Answer, Answers
-from scheduler.gateway.engine import Engine
 from scheduler.producer import Producer
 from state.catalog import Catalog, Forwarded, Sampler
 from state.errors import AdapterExists, HotdeskError, RequestConflict, ResultExpired, UnknownAdapter, UnknownCheckpoint
 from state.requests import CreateAdapter, Done, LoadState, Op, Sample, SampleResult, Signature, Unload, decode_body, encode_body
+from workers.inference.client import InferenceEngine
 
 log = structlog.get_logger("hotdesk.gateway")
 
@@ -40,7 +40,6 @@ class Asked(NamedTuple):
     number: int
     body: Sample
     last_n: int | None
-    ignore_eos: bool
 
 
 class Versions(Protocol):
@@ -101,7 +100,7 @@ class EngineVersions:
     """Each an adapter that the engine loads by path. Samples are forwarded outside the log; what was asked is kept beside it for as long as
     answers are, so that another gateway asks the engine again for a client that still waits."""
 
-    def __init__(self, tenant: str, group: str, engine: Engine, catalog: Catalog, answers: Answers) -> None:
+    def __init__(self, tenant: str, group: str, engine: InferenceEngine, catalog: Catalog, answers: Answers) -> None:
         self.tenant, self.group, self.engine, self.catalog, self.answers = tenant, group, engine, catalog, answers
 
     async def bring(self, version: Version) -> str:
@@ -115,7 +114,7 @@ class EngineVersions:
 
     async def sample(self, place: str, asked: Asked) -> str:
         short_id = f"{FORWARDED}{self.group}:{asked.number}"
-        mine = Forwarded(asked.sampler, encode_body(asked.body), asked.last_n, asked.ignore_eos)
+        mine = Forwarded(asked.sampler, encode_body(asked.body), asked.last_n)
         first = await self.catalog.forwarded(self.tenant, short_id, mine, self.answers.kept_s)
         if first.body != mine.body:
             raise RequestConflict(f"{short_id} was sent before, with another body")
@@ -124,7 +123,7 @@ class EngineVersions:
 
     def expect(self, short_id: str, place: str, asked: Forwarded) -> Answer:
         request_id, body = f"{self.tenant}/{short_id}", decode_body(Op.SAMPLE, asked.body)
-        running = Running(partial(self.engine.sample, place, body, ignore_eos=asked.ignore_eos))
+        running = Running(partial(self.engine.sample, place, body))
         encode = partial(translate.sample_output, last_n=asked.last_n)
         return self.answers.get(request_id) or self.answers.expect(request_id, running, encode)
 

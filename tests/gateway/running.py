@@ -37,6 +37,45 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_for(url: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            httpx.post(url, json={}, timeout=5)
+            return
+        except httpx.TransportError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+class Process:
+    """What can be killed and started again at the same port."""
+
+    def __init__(self, *command: object) -> None:
+        self.command = [str(word) for word in command]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *self.command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+class StandInEngine(Process):
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__("tests.gateway.standin_engine", port)
+
+    def standin(self, **settings: object) -> dict:
+        """Sets faults, and tells what was seen."""
+        wait_for(f"{self.url}/standin")
+        return httpx.post(f"{self.url}/standin", json=settings).json()
+
+
 class Running:
     """The gateway's port stays the same over restarts, as a service's does."""
 

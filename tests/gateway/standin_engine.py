@@ -5,7 +5,8 @@ python -m tests.gateway.standin_engine PORT
 What stands in is the model: the next token's logits are drawn from a hash of the adapter's files and of the tokens before it. The protocols
 are vLLM's (adapters are loaded and unloaded by name and path, an unknown model is 404, a name twice is 400, completions take and give
 token ids) and SGLang's (`/generate`, whose requests name the adapter; what is not loaded is 400 with words). `/standin` sets faults and
-tells what was seen.
+tells what was seen. It sleeps as vLLM does; what was loaded before is another adapter afterwards, as has been reported of one version,
+and a call that a sleeping engine cannot serve is an error that is remembered.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,31 @@ class StandIn:
         self.fault, self.faults_left = 0, 0
         self.running, self.most_running = 0, 0
         self.seen: list[str] = []
+        self.asleep = False
+        self.disturbed = 0  # calls that came while it slept
+
+    async def sleep(self, request: Request) -> Response:
+        self.seen.append(f"sleep with {len(self.adapters) - 1} loaded")
+        self.adapters = {name: f"broken {digest}" if digest else "" for name, digest in self.adapters.items()}
+        self.asleep = True
+        return Response()
+
+    async def wake(self, request: Request) -> Response:
+        self.seen.append("wake")
+        self.asleep = False
+        return Response()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return JSONResponse({"is_sleeping": self.asleep})
+
+    def awake(self, act: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            if self.asleep:
+                self.disturbed += 1
+                return error(500, "InternalServerError", "CUDA error: an illegal memory access was encountered")
+            return await act(request)
+
+        return handle
 
     async def load(self, request: Request) -> Response:
         asked = await request.json()
@@ -185,7 +212,14 @@ class StandIn:
         self.delay_s = asked.get("delay_s", self.delay_s)
         self.fault, self.faults_left = asked.get("fault", self.fault), asked.get("times", self.faults_left)
         return JSONResponse(
-            {"seen": self.seen, "most_running": self.most_running, "running": self.running, "adapters": list(self.adapters)}
+            {
+                "seen": self.seen,
+                "most_running": self.most_running,
+                "running": self.running,
+                "adapters": list(self.adapters),
+                "asleep": self.asleep,
+                "disturbed": self.disturbed,
+            }
         )
 
 
@@ -215,9 +249,12 @@ def error(status: int, kind: str, words: str) -> JSONResponse:
 def main(port: int) -> None:
     standin = StandIn()
     routes = [
-        Route("/v1/load_lora_adapter", standin.load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", standin.unload, methods=["POST"]),
-        Route("/v1/completions", standin.completions, methods=["POST"]),
+        Route("/v1/load_lora_adapter", standin.awake(standin.load), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", standin.awake(standin.unload), methods=["POST"]),
+        Route("/v1/completions", standin.awake(standin.completions), methods=["POST"]),
+        Route("/sleep", standin.sleep, methods=["POST"]),
+        Route("/wake_up", standin.wake, methods=["POST"]),
+        Route("/is_sleeping", standin.is_sleeping, methods=["GET"]),
         Route("/load_lora_adapter", standin.load_sglang, methods=["POST"]),
         Route("/unload_lora_adapter", standin.unload_sglang, methods=["POST"]),
         Route("/generate", standin.generate, methods=["POST"]),

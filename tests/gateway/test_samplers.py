@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,14 +16,14 @@ import httpx
 import numpy as np
 import pytest
 
-from scheduler.config import EngineConfig
 from scheduler.gateway import wire
-from scheduler.gateway.dialects import DIALECTS, Said
-from scheduler.gateway.engine import Engine
 from state.errors import WorkerFailed
 from state.requests import Sample, Tensor
-from tests.gateway.running import ROOT, free_port
+from tests.gateway.running import Process, StandInEngine, free_port, wait_for
 from tests.gateway.test_protocol import Client, saved_sampler
+from workers.group_config import EngineConfig
+from workers.inference.client import InferenceEngine
+from workers.inference.dialects import DIALECTS, Said
 
 CONNECTIONS = 4
 ENGINE = """
@@ -39,23 +36,6 @@ patience_s = 20.0
 """
 
 
-class Process:
-    """What can be killed and started again at the same port."""
-
-    def __init__(self, *command: object) -> None:
-        self.command = [str(word) for word in command]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *self.command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
 class WithEngine:
     """A second gateway of the same fleet, which samples on an engine."""
 
@@ -65,23 +45,16 @@ class WithEngine:
         config = fleet.directory / f"with-{dialect}.toml"
         own = fleet.config.read_text().replace(f"port = {fleet.port}", f"port = {ports[0]}")
         config.write_text(own + ENGINE.format(url=self.engine_url, connections=CONNECTIONS, dialect=dialect))
-        self.engine = Process("tests.gateway.standin_engine", ports[1])
+        self.engine = StandInEngine(ports[1])
         self.gateway = Process("ops.cli", "gateway", "--config", config, "--data-dir", fleet.directory)
         self.wait()
 
     def wait(self) -> None:
         for url in (f"{self.url}/api/v1/healthz", f"{self.engine_url}/standin"):
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    httpx.post(url, json={}, timeout=5)
-                    break
-                except httpx.TransportError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
+            wait_for(url)
 
     def standin(self, **settings: object) -> dict:
-        return httpx.post(f"{self.engine_url}/standin", json=settings).json()
+        return self.engine.standin(**settings)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +312,7 @@ def test_what_draining_is_for(with_engine, at_engine, forgetful, left):
     asked = Sample(Tensor("int32", (1,), np.asarray([5], "<i4").tobytes()), max_tokens=2)
     before = len(with_engine.standin(delay_s=1.0)["seen"])
 
-    async def sample(engine: Engine) -> None:
+    async def sample(engine: InferenceEngine) -> None:
         try:
             await engine.sample(name, asked)
             ends.append("sampled")
@@ -347,7 +320,7 @@ def test_what_draining_is_for(with_engine, at_engine, forgetful, left):
             ends.append("lost")
 
     async def unload_while_sampling() -> None:
-        engine = Engine(EngineConfig(with_engine.engine_url, "base"))
+        engine = InferenceEngine(EngineConfig(with_engine.engine_url, "base"))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sample, engine)
             while not (await anyio.to_thread.run_sync(with_engine.standin))["running"]:

@@ -83,6 +83,15 @@ def test_help_and_version():
         ('[policy]\nname = "whim"\n', "key policy.name: is none of"),
         ("[limits]\ndatums = 0\n", "key limits.datums: must be positive"),
         ("[groups.main.model]\nheads = 5\n", "key groups.main.model.hidden_size: must be a multiple"),
+        ('[groups.main.engine]\nurl = "x"\nmodel = "m"\n', "key groups.main.engine.url: must begin with http"),
+        (
+            '[groups.main.engine]\nurl = "http://x"\nmodel = "m"\ndialect = "sglang"\n',
+            "key groups.main.engine.dialect: cannot say whether it sleeps",
+        ),
+        (
+            '[groups.main.engine]\nurl = "http://x"\nmodel = "m"\n[gateway.engines.main]\nurl = "http://x"\nmodel = "m"\n',
+            "key gateway.engines.main: group 'main' has",
+        ),
         ('[redis]\nurl = "localhost"\n', "key redis.url: must begin with"),
         ('[gateway.engines.other]\nurl = "http://x"\nmodel = "m"\n', "key gateway.engines.other.url: there is no such group"),
         ("fleet = [", "configuration file"),

@@ -11,20 +11,32 @@ import pytest
 from scheduler.producer import values
 from state.events import Settings, StepKind, StepStarted
 from state.requests import Op, OptimStep, Sample
+from tests.gateway.running import StandInEngine, free_port
 from tests.harness import Synchronous, digests, int32
 from tests.workers.conformance import batch
 from tests.workers.megatron_rank import group, rank
+from workers.group_config import EngineConfig
 from workers.machine import Machine
 
 FB, STEP = Op.FORWARD_BACKWARD, Op.OPTIM_STEP
 PROMPT = Sample(int32([1, 2, 3]), max_tokens=6, seed=3)
 
 
-@pytest.fixture(scope="module", params=[("distributed", "float32"), ("distributed", "bfloat16")], ids="-".join)
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "engine"])
 def hosted(request):
-    made = rank(group(optimizer=request.param[0], dtype=request.param[1], device_slots=1))
+    """Sampled by Megatron itself, or by an engine beside it."""
+    if request.param == "engine":
+        standin = StandInEngine(free_port())
+        made = rank(group(device_slots=1, engine=EngineConfig(standin.url, "base")))
+    else:
+        made = rank(group(dtype=request.param, device_slots=1))
     yield made
     made.leave()
+    if request.param == "engine":
+        seen = standin.standin()
+        standin.kill()
+        assert seen["disturbed"] == 0
+        assert {line for line in seen["seen"] if line.startswith("sleep")} == {"sleep with 0 loaded"}
 
 
 @pytest.fixture

@@ -588,11 +588,15 @@ class MegatronEngine:
     def _export(self, adapter: str, path: Path, facts: AdapterFacts, request_id: str) -> str:
         """The sampler's copy: what HF PEFT and the engines that follow it load, gathered to rank 0, and the weights as this group keeps
         them, each rank's shard of its own."""
-        named = self._named(adapter)  # on every rank: sharded masters are gathered for it
-        everyone = [one for one in self._gather_world(named if self.dp_rank == 0 else {}) if one]
-        files = peft.files(everyone, self.config, self.slots[adapter].signature, self.rows()) if dist.get_rank() == 0 else {}
+        files = self._peft_files(adapter)
         weights = {name: tensor for name, tensor in self._whole(self.slots[adapter]).items() if name.startswith(WEIGHTS)}
         return shards.save(self, facts, path, "sampler_weights", weights, False, request_id, files)
+
+    def _peft_files(self, adapter: str) -> dict[str, bytes]:
+        """By name; on rank 0."""
+        named = self._named(adapter)  # on every rank: sharded masters are gathered for it
+        everyone = [one for one in self._gather_world(named if self.dp_rank == 0 else {}) if one]
+        return peft.files(everyone, self.config, self.slots[adapter].signature, self.rows()) if dist.get_rank() == 0 else {}
 
     def rows(self) -> set[str]:
         """Modules around a row-parallel base: their A is sharded by its input."""

@@ -37,9 +37,10 @@ class Rank:
         self._join(config, rank, address, port, on_cpu)
 
         from workers.machine import Machine
+        from workers.megatron.beside_engine import BesideEngine
         from workers.megatron.engine import MegatronEngine
 
-        self.machine = Machine(MegatronEngine(config, Path(root), device))
+        self.machine = Machine((BesideEngine if config.engine else MegatronEngine)(config, Path(root), device))
 
     @staticmethod
     def _join(config: object, rank: int, address: str, port: int, on_cpu: bool) -> None:

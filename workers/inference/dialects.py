@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from scheduler.gateway.translate import NO_LOGPROB
 from state.errors import WorkerFailed
-from state.requests import Sample, SampleResult, Sequence, Tensor, TopK
+from state.requests import NO_LOGPROB, Sample, SampleResult, Sequence, Tensor, TopK
 
 
 class Said(NamedTuple):
@@ -28,6 +27,9 @@ class Dialect(Protocol):
     load: str  # routes
     unload: str
     sample: str
+    sleep: str  # gives the device's memory back, and `wake` takes it again; empty where it cannot be asked which of the two it did last
+    wake: str
+    asleep: str
     way_out: str  # where its answer cannot be read
 
     def is_loaded(self, said: Said) -> bool:
@@ -39,7 +41,7 @@ class Dialect(Protocol):
         """Whether a sample failed because the engine does not know the adapter (any more)."""
         ...
 
-    def body(self, adapter: str, model: str, asked: Sample, ignore_eos: bool) -> dict[str, Any]:
+    def body(self, adapter: str, model: str, asked: Sample) -> dict[str, Any]:
         """`adapter` empty: the base model, which is called `model` there."""
         ...
 
@@ -75,6 +77,7 @@ class Completion(msgspec.Struct):
 
 class VLLM:
     load, unload, sample = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
+    sleep, wake, asleep = "/sleep?level=1", "/wake_up", "/is_sleeping"  # level 1: the base weights stay in the host's memory
     way_out = "it must know return_token_ids and return_tokens_as_token_ids (vLLM >= 0.10.2)"
 
     def is_loaded(self, said: Said) -> bool:
@@ -86,7 +89,7 @@ class VLLM:
     def is_forgotten(self, said: Said) -> bool:
         return said.status == 404
 
-    def body(self, adapter: str, model: str, asked: Sample, ignore_eos: bool) -> dict[str, Any]:
+    def body(self, adapter: str, model: str, asked: Sample) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": adapter or model,
             "prompt": tokens_of(asked.prompt),
@@ -97,7 +100,7 @@ class VLLM:
             "top_k": asked.top_k,
             "seed": asked.seed,
             "stop_token_ids": [token for stop in asked.stop for token in stop],
-            "ignore_eos": ignore_eos,
+            "ignore_eos": asked.ignore_eos,
             "logprobs": asked.topk_sample_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -150,6 +153,7 @@ class Generated(msgspec.Struct):
 
 class SGLang:
     load, unload, sample = "/load_lora_adapter", "/unload_lora_adapter", "/generate"
+    sleep = wake = asleep = ""
     way_out = "it must be an SGLang server, started with --enable-lora"
 
     def is_loaded(self, said: Said) -> bool:
@@ -161,7 +165,7 @@ class SGLang:
     def is_forgotten(self, said: Said) -> bool:
         return said.status == 400 and "not loaded" in said.text
 
-    def body(self, adapter: str, model: str, asked: Sample, ignore_eos: bool) -> dict[str, Any]:
+    def body(self, adapter: str, model: str, asked: Sample) -> dict[str, Any]:
         """A batch of one prompt: `n` would draw every continuation from one seed."""
         params = {
             "temperature": asked.temperature,
@@ -169,7 +173,7 @@ class SGLang:
             "top_k": asked.top_k if asked.top_k > 0 else -1,
             "max_new_tokens": asked.max_tokens,
             "stop_token_ids": [token for stop in asked.stop for token in stop],
-            "ignore_eos": ignore_eos,
+            "ignore_eos": asked.ignore_eos,
         }
         wants_prompt = asked.prompt_logprobs or asked.topk_prompt_logprobs
         body: dict[str, Any] = {

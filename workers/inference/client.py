@@ -1,4 +1,4 @@
-"""An external engine that serves LoRA adapters by path, in the dialect that its configuration names (`scheduler.gateway.dialects`).
+"""An external engine that serves LoRA adapters by path, in the dialect that its configuration names (`workers.inference.dialects`).
 
 What is repeated, and why it may be: loading and unloading name an immutable version, so that "already loaded" and "not loaded" are success;
 a sample changes nothing and has its seed. Only an engine that answered too late is not asked again: it computes still.
@@ -17,21 +17,25 @@ import msgspec
 import structlog
 from safetensors import SafetensorError, safe_open
 
-from scheduler.config import EngineConfig
-from scheduler.gateway.answers import LARGE_BYTES
-from scheduler.gateway.dialects import DIALECTS, Said, parsed
 from state.errors import BadBody, BadCheckpoint, WorkerFailed, WorkersLostError
 from state.requests import Sample, SampleResult
+from workers.group_config import EngineConfig
+from workers.inference.dialects import DIALECTS, Said, parsed
 
-log = structlog.get_logger("hotdesk.gateway")
+log = structlog.get_logger("hotdesk.inference")
 
 PAUSE_FIRST_S, PAUSE_MOST_S = 0.05, 2.0
 TRIES_AT_FAULT = 3  # of an engine that answers with an error of its own
 BUSY = (429, 503)
 WORDS = 300
+LARGE_BYTES = 64 * 1024  # reading more than this leaves the event loop
 
 
-class Engine:
+class Asleep(msgspec.Struct):
+    is_sleeping: bool
+
+
+class InferenceEngine:
     """One process's connections to it. Names of adapters are the caller's; a name means one version for ever."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -53,6 +57,42 @@ class Engine:
     async def close(self) -> None:
         await self._http.aclose()
 
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        return tuple(self._paths)
+
+    async def sleep(self) -> None:
+        """Gives the device back, with nothing left loaded. Idempotent."""
+        if await self._is_asleep():
+            return
+        for name in self.loaded:
+            await self.unload(name)
+        await self._fall(self.dialect.sleep, asleep=True)
+
+    async def wake(self) -> None:
+        """Idempotent."""
+        if await self._is_asleep():
+            self._paths.clear()
+            await self._fall(self.dialect.wake, asleep=False)
+
+    async def _fall(self, route: str, *, asleep: bool) -> None:
+        answer = await self._ask("POST", route)
+        if answer.status_code != 200 or await self._is_asleep() != asleep:
+            state = "asleep" if asleep else "awake"
+            raise WorkerFailed(f"the engine is not {state} after {route}: {answer.text[:WORDS]}", way_out="see the engine's log")
+
+    async def _is_asleep(self) -> bool:
+        answer = await self._ask("GET", self.dialect.asleep)
+        try:
+            if answer.status_code == 200:
+                return msgspec.json.decode(answer.content, type=Asleep).is_sleeping
+            words = f"{answer.status_code} {answer.text[:WORDS]}"
+        except msgspec.DecodeError as error:
+            words = str(error)
+        raise WorkerFailed(
+            f"the engine does not say whether it sleeps: {words}", way_out="start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
+        )
+
     async def load(self, name: str, path: Path) -> None:
         """Idempotent. Raises `BadCheckpoint`, and `WorkerFailed` or `WorkersLostError` for an engine that refuses or is away."""
         if path not in self._valid:
@@ -63,7 +103,7 @@ class Engine:
         await self._load(name, path)
 
     async def _load(self, name: str, path: Path) -> None:
-        answer = await self._post(self.dialect.load, {"lora_name": name, "lora_path": str(path)})
+        answer = await self._ask("POST", self.dialect.load, {"lora_name": name, "lora_path": str(path)})
         if not self.dialect.is_loaded(Said(answer.status_code, answer.text)):
             raise WorkerFailed(f"the engine did not load {name!r}: {answer.text[:WORDS]}", way_out="see the engine's log")
         self._paths[name] = path
@@ -78,7 +118,7 @@ class Engine:
             while self._running[name]:
                 idle = self._idle[name] = anyio.Event()
                 await idle.wait()
-            answer = await self._post(self.dialect.unload, {"lora_name": name})
+            answer = await self._ask("POST", self.dialect.unload, {"lora_name": name})
             if not self.dialect.is_unloaded(Said(answer.status_code, answer.text)):
                 raise WorkerFailed(f"the engine did not unload {name!r}: {answer.text[:WORDS]}")
             self._valid.discard(self._paths.pop(name, Path()))
@@ -88,16 +128,16 @@ class Engine:
                 del self._running[name]
             drained.set()
 
-    async def sample(self, name: str, asked: Sample, *, ignore_eos: bool = False) -> SampleResult:
+    async def sample(self, name: str, asked: Sample) -> SampleResult:
         """`name` empty: the base model. Raises `BadBody` for what the engine refuses."""
         self._running[name] += 1
         try:
-            body = self.dialect.body(name, self.config.model, asked, ignore_eos)
-            answer = await self._post(self.dialect.sample, body)
+            body = self.dialect.body(name, self.config.model, asked)
+            answer = await self._ask("POST", self.dialect.sample, body)
             if name in self._paths and self.dialect.is_forgotten(Said(answer.status_code, answer.text)):
                 log.warning("engine_forgot", adapter=name, detail="loaded again")
                 await self._load(name, self._paths[name])  # not behind an unloading that waits for this very sample
-                answer = await self._post(self.dialect.sample, body)
+                answer = await self._ask("POST", self.dialect.sample, body)
         finally:
             self._running[name] -= 1
             if not self._running[name] and name in self._idle:
@@ -110,12 +150,12 @@ class Engine:
             return await anyio.to_thread.run_sync(parsed, self.dialect, answer.content, asked)
         return parsed(self.dialect, answer.content, asked)
 
-    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Waits `patience_s` for an engine that starts, is busy or is away."""
         deadline, pause, faults = anyio.current_time() + self.config.patience_s, PAUSE_FIRST_S, 0
         while True:
             try:
-                answer = await self._http.post(path, json=body)
+                answer = await self._http.request(method, path, json=body)
                 words = f"answers {answer.status_code}"
                 if answer.status_code < 500 and answer.status_code not in BUSY:
                     return answer
@@ -125,7 +165,7 @@ class Engine:
                         return answer
             except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
                 raise WorkerFailed(
-                    f"the engine did not answer within {self.config.timeout_s:.0f} s", way_out="raise gateway.engines.*.timeout_s"
+                    f"the engine did not answer within {self.config.timeout_s:.0f} s", way_out="raise the engine's timeout_s"
                 ) from error
             except httpx.TransportError as error:
                 words = f"cannot be reached ({type(error).__name__})"
