@@ -141,6 +141,8 @@ def fleet() -> Iterator[tuple[int, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--name", default="gateway", help="of the result file")
+    parser.add_argument("--out", type=Path, help="folder for the result file")
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for tenants in TENANTS:
@@ -150,7 +152,7 @@ def main() -> None:
         ratio = round(http["requests_per_s"] / queue["requests_per_s"], 2)
         rows[str(tenants)] = {"gateway": http, "queue_producer": queue, "ratio": ratio}
         print(f"{tenants} tenants: gateway {http}, queue producer {queue}, ratio {ratio}", flush=True)
-    result.write("gateway", rows)
+    result.write(args.name, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The Megatron sampler by itself: tokens a second for one prompt with 1, 8 and 64 continuations, and what publishing a new version of an
-adapter to it costs, beside copying as many bytes through pinned memory in the same run.
+"""The Megatron sampler by itself: tokens a second for one prompt with 1, 8 and 64 continuations, for requests of one continuation that are
+computed one by one and together, and what publishing a new version of an adapter costs, beside copying as many bytes through pinned memory
+in the same run.
 
     python -m ops.bench.sampling [--config ops/bench/qwen3-4b.toml] [--tokens 64] [--name sampling-cpu] [--out DIR]
 """
@@ -28,6 +29,7 @@ from state.requests import Sample, Signature, Tensor
 from workers.megatron.rank import Rank, free_port
 
 PROMPT_TOKENS = 32
+ALONE, TOGETHER = 4, 64
 
 
 def median_ms(engine: Any, act: Callable[[], Any], repeat: int) -> float:
@@ -72,9 +74,14 @@ def main() -> int:
             ms = median_ms(engine, partial(engine.sampler.sample, [asked]), 3)
             rows.append({"what": f"sample {count} x {args.tokens}", "ms": ms, "tokens_per_s": round(1000 * count * args.tokens / ms)})
             print(rows[-1], file=sys.stderr)
+        many = [msgspec.structs.replace(body, seed=seed) for seed in range(TOGETHER)]
+        each = median_ms(engine, lambda: [engine.sampler.sample([one]) for one in many[:ALONE]], 1) / ALONE
+        together = median_ms(engine, lambda: engine.sampler.sample(many), 3) / TOGETHER
+        for what, ms in ((f"a request of 1 x {args.tokens}, alone", each), (f"the same, {TOGETHER} together", together)):
+            rows.append({"what": what, "ms": ms, "tokens_per_s": round(1000 * args.tokens / ms), "ratio": round(each / ms, 1)})
     for row in rows:
         row["ms"] = round(row["ms"], 3)
-    head = ["what", "bytes", "ms", "tokens_per_s"]
+    head = ["what", "bytes", "ms", "tokens_per_s", "ratio"]
     print(table(head, [[row.get(key, "") for key in head] for row in rows]))
     result.write(args.name, {"model": msgspec.structs.asdict(config.model), "rows": rows}, args.out)
     return 0

@@ -154,6 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tenants", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement (default %(default)s)")
+    parser.add_argument("--name", default="throughput", help="of the result file")
+    parser.add_argument("--out", type=Path, help="folder for the result file")
     parser.add_argument("--profile", default="", metavar="FILE", help="write the daemon's profile")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, fleet(Path(name), args.profile) as (server, pids):
@@ -165,7 +167,7 @@ def main() -> None:
     print(f"floor: one durable append takes {lowest['p50_ms']} ms, {lowest['requests_per_s']} a second")
     for peer, figures in PEERS.items():
         print(f"peer ({peer}): {' / '.join(map(str, figures))} requests/s at 1 / 8 / 64 tenants")
-    print(result.write("throughput", {"floor": lowest, "rows": rows}))
+    print(result.write(args.name, {"floor": lowest, "rows": rows}, args.out))
 
 
 if __name__ == "__main__":

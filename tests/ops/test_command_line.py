@@ -15,7 +15,9 @@ import httpx
 import pytest
 import redis
 
+from scheduler.config import load
 from scheduler.embedded import EmbeddedServer
+from state.errors import ConfigError
 from state.segment_log import read_segment, write_segment
 from tests.gateway.running import free_port
 
@@ -100,9 +102,17 @@ def test_help_and_version():
 def test_a_wrong_configuration_fails_early_with_the_keys_name(tmp_path, text, says):
     path = tmp_path / "wrong.toml"
     path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load(path, {})
+    assert str(raised.value).startswith(says)
+
+
+def test_a_wrong_configuration_ends_a_command_before_it_does_anything(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text("[groups.main]\ntp = 0\n")
     failed = hotdesk("up", "--config", str(path), "--data-dir", str(tmp_path / "data"))
     assert failed.returncode == 2
-    assert says in failed.stderr
+    assert "key groups.main.tp: must be at least 1" in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not (tmp_path / "data").exists()
 

@@ -502,7 +502,7 @@ class Conformance:
         assert (np.diff(best) <= 0).all()
         device.take_back(a)
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     def test_random_schedules_leave_each_adapter_as_if_alone(self, device, seed):
         """Programs of forward_backwards and optim_steps of three adapters, cut anywhere by swaps, parks, flushes, spills, device slots and
         prefetches; the seed is the test's name."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from state.events import StepKind
-from state.requests import LoadState, Op, OptimStep, Sample, SaveState
+from state.requests import CreateAdapter, LoadState, Op, OptimStep, Sample, SaveState, Signature
 from state.residency import ALL_PARTS
 from tests.harness import int32
 from tests.workers.conformance import batch
@@ -205,11 +205,38 @@ def test_a_captured_step_gives_the_same_bits(hosted, device, monkeypatch):
     graphed = sampled()
     tokens = np.frombuffer(graphed.sequences[0].tokens.data, "<i4").tolist()
     stopping = sampled(stop=((tokens[20], tokens[21]),)).sequences[0]
-    assert len(captured) == 2
     assert sampled() == graphed
+    assert len(captured) == 1, "one graph for all batches of a shape"
     assert np.frombuffer(stopping.tokens.data, "<i4").tolist() == tokens[: stopping.tokens.shape[0]]
     assert stopping.stop_reason == "stop"
+    filtered = sampled(top_p=0.9)
+    assert len(captured) == 2
     monkeypatch.setattr(decoding, "GRAPH_FROM", 10**9)
-    assert sampled() == graphed
-    assert len(captured) == 3
+    hosted.machine.engine.sampler.forget()
+    assert (sampled(), sampled(top_p=0.9)) == (graphed, filtered)
+    assert len(captured) == 2
     device.take_back("t/a")
+
+
+@pytest.mark.parametrize("forgetful", [True, False])
+def test_a_captured_step_is_not_used_for_an_adapter_of_another_scale(hosted, device, monkeypatch, forgetful):
+    for adapter, alpha in (("t/a", 1.0), ("t/b", 64.0)):
+        device.run(adapter, Op.CREATE_ADAPTER, CreateAdapter(Signature(4, alpha, (), 1)))
+        device.swap(adapter)
+        device.train(adapter, 1, learning_rate=0.1)
+    device.give_away()
+    sampler = hosted.machine.engine.sampler
+    body = Sample(int32([1, 2, 3]), max_tokens=40, seed=5)
+
+    def sampled(adapter):
+        device.ok(StepKind.PUBLISH, adapter, version=1)
+        return device.run(adapter, Op.SAMPLE, body)
+
+    control = sampled("t/b")
+    sampler.forget()
+    if not forgetful:
+        monkeypatch.setattr(sampler, "forget", lambda: None)
+    sampled("t/a")
+    assert (sampled("t/b") == control) == forgetful
+    monkeypatch.undo()
+    device.take_back("t/b")

@@ -74,11 +74,12 @@ def test_draws_follow_the_distribution_and_never_leave_it():
     assert drawn(uneven, *middles.tolist()) == list(range(1000))
 
 
-def drawn_beside(device, seed) -> tuple[list, list, list]:
+def drawn_beside(device, seed, prompts=1) -> tuple[list, list, list]:
     """Random requests to a random adapter, computed alone, together, and together in another order."""
     print("seed", seed)
     random = np.random.default_rng(seed)
     sampler = device.apply.__self__.engine.sampler
+    before, sampler.prompts = sampler.prompts, prompts
     device.create("t/a", 1)
     device.give_away()
     device.ok(StepKind.PUBLISH, "t/a", version=1)
@@ -99,12 +100,14 @@ def drawn_beside(device, seed) -> tuple[list, list, list]:
     ]
     alone = [sampler.sample([one])[0] for one in asked]
     found = alone, sampler.sample(asked), sampler.sample(asked[::-1])[::-1]
+    sampler.prompts = before
     device.take_back("t/a")
     return found
 
 
-def test_a_sample_has_the_same_bits_whoever_is_computed_beside_it(device):
-    alone, together, reversed_order = drawn_beside(device, 1)
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_a_sample_has_the_same_bits_whoever_is_computed_beside_it(device, prompts):
+    alone, together, reversed_order = drawn_beside(device, 1, prompts)
     assert alone == together
     assert alone == reversed_order
 
@@ -114,9 +117,9 @@ def test_a_sample_has_the_same_bits_whoever_is_computed_beside_it(device):
 def test_as_many_rows_as_there_are_sequences_would_change_bits(hosted, monkeypatch):
     run = _Batch.run
 
-    def narrow(batch, rows):
+    def narrow(batch, rows, prompts):
         fitting = _Batch(batch.shape._replace(rows=len(rows)), batch.decoder.model, batch.device)
-        return run(fitting, rows)
+        return run(fitting, rows, prompts)
 
     monkeypatch.setattr(_Batch, "run", narrow)
     alone, together, _ = drawn_beside(fresh_device(hosted), 1)

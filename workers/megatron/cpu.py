@@ -60,6 +60,15 @@ def tensor_methods() -> None:
     torch.nn.Module.cuda = lambda self, *args, **options: self  # type: ignore[method-assign]
 
 
+def compiler() -> None:
+    """megatron-core decorates its fused functions with `torch.compile` when it is imported, and loading the compiler is a third of a rank's
+    start. None of them is used: every fusion is off (`model.transformer_config`)."""
+    compile_, torch.compile = torch.compile, lambda function, **options: function  # type: ignore[assignment]
+    import megatron.core.jit  # noqa: F401
+
+    torch.compile = compile_
+
+
 def random_states() -> None:
     """The CUDA RNG tracker on the host generator."""
     import megatron.core.tensor_parallel.random as tracker
@@ -109,7 +118,7 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     if not _installed:
-        for shim in (current_device, factories, tensor_methods, random_states, streams):
+        for shim in (current_device, factories, tensor_methods, compiler, random_states, streams):
             shim()
         _installed = True
     return True

@@ -28,6 +28,7 @@ class Decoder:
         self.frequencies: torch.Tensor = self.model.rotary_pos_emb(length).to(device)
         self.places = torch.arange(length, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.first = torch.zeros(rows, dtype=torch.int64, device=device)
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def clear(self) -> None:
@@ -37,21 +38,24 @@ class Decoder:
             for part in cache:
                 part.zero_()
 
-    def prompt(self, tokens: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Reads `tokens` int64 [T] once, into all of `rows`. Logits fp32 [vocab] of what follows."""
-        length = len(tokens)
+    def prompts(self, tokens: torch.Tensor, lengths: list[int], rows: list[slice]) -> torch.Tensor:
+        """Reads prompts, int64 [b, T], of which the first ones have `lengths` tokens and the others are nobody's, each into all of its
+        `rows`. Logits fp32 [b, vocab] of what follows them."""
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
             if layer == len(self.caches):
                 empty = (part.new_zeros(self.rows, part.shape[1], self.length, part.shape[3]) for part in (key, value))
                 self.caches.append((next(empty), next(empty)))
             for kept, part in zip(self.caches[layer], (key, value)):
-                kept[rows, :, :length] = part
+                for prompt, (length, into) in enumerate(zip(lengths, rows)):
+                    kept[into, :, :length] = part[prompt, :, :length]
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-        logits = self._forward(tokens[None], self.frequencies[:length], attend)
-        self.positions[rows] = length
-        return logits[0]
+        ends = torch.tensor([length - 1 for length in lengths] + [0] * (len(tokens) - len(lengths)), device=tokens.device)
+        logits = self._forward(tokens, self.frequencies[: tokens.shape[1]], attend, ends)
+        for length, into in zip(lengths, rows):
+            self.positions[into] = length
+        return logits
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends `tokens` int64 [rows], one to each sequence. Logits fp32 [rows, vocab]. No shape depends on how far they are."""
@@ -68,14 +72,16 @@ class Decoder:
             weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
             return (weights.to(values.dtype) @ values).view(query.shape)
 
-        logits = self._forward(tokens[:, None], self.frequencies.index_select(0, self.positions).transpose(0, 1), attend)
+        logits = self._forward(tokens[:, None], self.frequencies.index_select(0, self.positions).transpose(0, 1), attend, self.first)
         self.positions += 1
         self.positions.clamp_(max=self.length - 1)  # a sequence that ended goes on computing, into nothing
         return logits
 
-    def _forward(self, tokens: torch.Tensor, frequencies: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Of the last position, fp32 [b, vocab]. `frequencies`: [T, 1 or b, 1, dim]; `attend` gets [b, heads, T, head dim] and the layer's
-        index."""
+    def _forward(
+        self, tokens: torch.Tensor, frequencies: torch.Tensor, attend: Callable[..., torch.Tensor], ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Of each row's position `ends` int64 [b], fp32 [b, vocab]. `frequencies`: [T, 1 or b, 1, dim]; `attend` gets
+        [b, heads, T, head dim] and the layer's index."""
         model = self.model
         hidden = model.embedding(input_ids=tokens, position_ids=torch.zeros_like(tokens))  # rotary: the embedding knows no positions
         for index, layer in enumerate(model.decoder.layers):
@@ -85,7 +91,7 @@ class Decoder:
             seen = attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)), index)
             hidden = hidden + attention.linear_proj(seen.permute(2, 0, 1, 3).flatten(2))[0]
             hidden = hidden + layer.mlp(layer.pre_mlp_layernorm(hidden))[0]
-        last = model.decoder.final_layernorm(hidden[-1:])
+        last = model.decoder.final_layernorm(hidden[ends, torch.arange(len(ends), device=ends.device)][None])
         logits, _ = model.output_layer(last, runtime_gather_output=True)
         return logits[0].float()  # type: ignore[no-any-return]
 

@@ -160,8 +160,9 @@ class MegatronEngine:
             index, offset = layouts.place(self.parameters[name], self.live.weights)
             parameter.data = lora[index][offset : offset + parameter.numel()].view(parameter.shape)
             parameter.requires_grad_(False)
-        rows = self.config.sample_rows or (64 if self.device.type == "cuda" else 8)
-        return Sampler(model, base, lora, self.device, rows, self.config.sample_tokens)
+        on_gpu = self.device.type == "cuda"
+        rows = self.config.sample_rows or (64 if on_gpu else 8)
+        return Sampler(model, base, lora, self.device, rows=rows, tokens=self.config.sample_tokens, prompts=8 if on_gpu else 1)
 
     # --- slots ----------------------------------------------------------------------------------------------------
 

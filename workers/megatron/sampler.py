@@ -22,6 +22,8 @@ from workers.megatron.decoding import Decoder, Repeated
 SCAN_BLOCK = 256
 COLDEST = 1e-5  # a temperature below it would overflow fp32, and is as good as greedy
 SHORTEST = 64  # positions
+SHORTEST_PROMPT = 16
+PROMPT_TOKENS = 8192  # that are read side by side
 
 
 class Shape(NamedTuple):
@@ -34,15 +36,23 @@ class Shape(NamedTuple):
 
 class Sampler:
     """`base`, `lora`: flat storages of the frozen parameters and of the adapter's weights, laid out as the trainer's. `rows`: sequences
-    computed side by side, fewer where they are so long that the cache would have more than `tokens` positions."""
+    computed side by side, fewer where they are so long that the cache would have more than `tokens` positions. `prompts`: that are read
+    side by side, as long as the next power of two; 1 where that would gain nothing, and each is read at its own length."""
 
     def __init__(
-        self, model: nn.Module, base: torch.Tensor, lora: tuple[torch.Tensor, ...], device: torch.device, rows: int, tokens: int
+        self,
+        model: nn.Module,
+        base: torch.Tensor,
+        lora: tuple[torch.Tensor, ...],
+        device: torch.device,
+        rows: int,
+        tokens: int,
+        prompts: int,
     ) -> None:
         self.model = model.eval()
         self.base, self.lora = base, lora
         self.device = device
-        self.rows, self.tokens = rows, tokens
+        self.rows, self.tokens, self.prompts = rows, tokens, prompts
         self._batch: _Batch | None = None  # the last one's caches, and its graph: the next one is of the same shape as a rule
 
     def storages(self) -> list[torch.UntypedStorage]:
@@ -67,7 +77,7 @@ class Sampler:
         for shape, rows in waiting.items():
             for first in range(0, len(rows), shape.rows):
                 some = rows[first : first + shape.rows]
-                drawn |= zip(((row.number, row.continuation) for row in some), self._of(shape).run(some))
+                drawn |= zip(((row.number, row.continuation) for row in some), self._of(shape).run(some, self.prompts))
         return [
             self._result(request, [drawn[number, index] for index in range(request.num_samples)]) for number, request in enumerate(requests)
         ]
@@ -94,6 +104,10 @@ class Sampler:
         own = torch.cat([logp.new_full((1,), float("nan")), logp.gather(1, prompt[1:, None])[:, 0]])
         k = min(request.topk_prompt_logprobs, logp.shape[1])
         return SampleResult(sequences, _float32(own) if request.prompt_logprobs else None, _top(*logp.topk(k)) if k else None)
+
+
+def _padded(length: int) -> int:
+    return max(SHORTEST_PROMPT, 1 << (length - 1).bit_length())
 
 
 def causal_mask(length: int, device: torch.device) -> torch.Tensor:
@@ -155,13 +169,13 @@ class _Batch:
         self.filters: Filters | None = None
         self.step: Repeated
 
-    def run(self, rows: list[_Row]) -> list[Sequence | None]:
+    def run(self, rows: list[_Row], prompts: int) -> list[Sequence | None]:
         """None for a sequence whose logprobs are not finite."""
         most = max(row.request.max_tokens for row in rows)
         ends = _Ends([row.request for row in rows])
         self.at.zero_()
         self._draw_ahead(rows)
-        logits = self._prompts(rows)
+        logits = self._read(rows, prompts)
         self._filter([row.request for row in rows], logits.shape[1])
         self._append(logits)
         count = 1
@@ -178,18 +192,28 @@ class _Batch:
             ahead[: row.request.max_tokens, place] = torch.rand(row.request.max_tokens, generator=generator, dtype=torch.float64)
         self.uniform.copy_(ahead)
 
-    def _prompts(self, rows: list[_Row]) -> torch.Tensor:
+    def _read(self, rows: list[_Row], prompts: int) -> torch.Tensor:
         """Logits fp32 [rows, vocab] of what follows each row's prompt, which is read once for all of its continuations."""
         self.decoder.clear()
-        logits: torch.Tensor | None = None
+        waiting: dict[int, list[tuple[torch.Tensor, slice]]] = {}
         first = 0
         while first < len(rows):
             end = first + sum(row.number == rows[first].number for row in rows[first:])
-            mine = slice(first, end)
-            of_prompt = self.decoder.prompt(_tokens(rows[first].request.prompt).to(self.device), mine)
-            logits = of_prompt.new_zeros(self.shape.rows, len(of_prompt)) if logits is None else logits
-            logits[mine] = of_prompt
+            tokens = _tokens(rows[first].request.prompt)
+            waiting.setdefault(_padded(len(tokens)) if prompts > 1 else len(tokens), []).append((tokens, slice(first, end)))
             first = end
+        logits: torch.Tensor | None = None
+        for length, those in waiting.items():
+            beside = max(1, min(prompts, PROMPT_TOKENS // length))
+            for begin in range(0, len(those), beside):
+                some = those[begin : begin + beside]
+                padded = torch.zeros(beside, length, dtype=torch.int64)
+                for place, (tokens, _) in enumerate(some):
+                    padded[place, : len(tokens)] = tokens
+                read = self.decoder.prompts(padded.to(self.device), [len(tokens) for tokens, _ in some], [into for _, into in some])
+                logits = read.new_zeros(self.shape.rows, read.shape[1]) if logits is None else logits
+                for place, (_, into) in enumerate(some):
+                    logits[into] = read[place]
         assert logits is not None
         return logits
 
