@@ -44,10 +44,13 @@ LOSS_INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "importance_sampling": (("logprobs", "advantages"), ("weights",)),
     "ppo": (("logprobs", "advantages"), ("weights",)),
     "cispo": (("logprobs", "advantages"), ("weights",)),
+    "gspo": (("logprobs", "advantages"), ("weights", "sequence_ratio_mask")),
+    "dro": (("logprobs", "advantages"), ("weights",)),
 }
+MOST_TARGETS = 256  # of one token, and of `cross_entropy` only
 MOST_TOP = 64  # tokens whose logprobs are told at each position
 SMALLEST_EPS = 1e-37  # fp32 holds it; below, an element without gradient would become 0/0
-LOSS_CONFIG = {"clip_low_threshold", "clip_high_threshold"}
+LOSS_CONFIG = {"clip_low_threshold", "clip_high_threshold", "beta"}
 _NUMPY = {"float32": "<f4", "int32": "<i4", "int64": "<i8"}
 
 
@@ -63,15 +66,18 @@ def check_body(op: Op, body: bytes, spec: GroupSpec, limits: Limits) -> Any:
     return decoded
 
 
-def array(tensor: Tensor, what: str, dtypes: tuple[str, ...]) -> np.ndarray[Any, Any]:
-    """The tensor's values, shape checked against its bytes."""
+def array(tensor: Tensor, what: str, dtypes: tuple[str, ...], targets: bool = False) -> np.ndarray[Any, Any]:
+    """The tensor's values, shape checked against its bytes. `targets`: there may be several a token."""
     if tensor.dtype not in dtypes:
         raise BadBody(f"{what} has dtype {tensor.dtype!r}, expected {' or '.join(dtypes)}")
-    if len(tensor.shape) != 1 or tensor.shape[0] < 0:
+    length, *more = tensor.shape or (-1,)
+    if length < 0 or (more and not targets):
         raise BadBody(f"{what} has shape {list(tensor.shape)}, expected one dimension")
-    if tensor.shape[0] * DTYPE_BYTES[tensor.dtype] != len(tensor.data):
+    if len(more) > 1 or not all(1 <= size <= MOST_TARGETS for size in more):
+        raise BadBody(f"{what} has shape {list(tensor.shape)}, expected at most {MOST_TARGETS} a token")
+    if math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] != len(tensor.data):
         raise BadBody(f"{what} has shape {list(tensor.shape)} but {len(tensor.data)} bytes")
-    return np.frombuffer(tensor.data, dtype=_NUMPY[tensor.dtype])
+    return np.frombuffer(tensor.data, dtype=_NUMPY[tensor.dtype]).reshape(tensor.shape)
 
 
 def _create(body: CreateAdapter, spec: GroupSpec, limits: Limits) -> None:
@@ -111,24 +117,28 @@ def _datum(datum: Datum, what: str, loss_fn: str, spec: GroupSpec) -> None:
     unknown = sorted(set(datum.inputs) - names - set(optional))
     if unknown:
         raise BadBody(f"{what} has inputs {unknown}, which {loss_fn} does not take")
+    several = loss_fn == "cross_entropy"
+    shape = datum.inputs["target_tokens"].shape
     for name, tensor in datum.inputs.items():
         if name == "target_tokens":
-            values = _tokens(tensor, f"target_tokens of {what}", spec, spec.max_sequence_tokens)
+            values = _tokens(tensor, f"target_tokens of {what}", spec, spec.max_sequence_tokens, several)
         else:
-            values = array(tensor, f"{name} of {what}", ("float32",))
+            values = array(tensor, f"{name} of {what}", ("float32",), several)
             if not np.isfinite(values).all():
                 raise BadBody(f"{name} of {what} has a value that is not finite, at position {int(np.argmin(np.isfinite(values)))}")
         if len(values) != len(tokens):
             raise BadBody(f"{name} of {what} has length {len(values)}, tokens have {len(tokens)}")
+        if values.shape != shape:
+            raise BadBody(f"{name} of {what} has shape {list(values.shape)}, target_tokens have {list(shape)}")
 
 
-def _tokens(tensor: Tensor, what: str, spec: GroupSpec, most: int) -> np.ndarray[Any, Any]:
-    tokens = array(tensor, what, ("int32", "int64"))
+def _tokens(tensor: Tensor, what: str, spec: GroupSpec, most: int, targets: bool = False) -> np.ndarray[Any, Any]:
+    tokens = array(tensor, what, ("int32", "int64"), targets)
     if not 1 <= len(tokens) <= most:
         raise BadBody(f"{what}: {len(tokens)} tokens, expected 1..{most}")
     if tokens.view(f"<u{tokens.itemsize}").max() >= spec.vocab_size:  # as unsigned, a negative one is larger than any vocabulary
         bad = int(np.argmax((tokens < 0) | (tokens >= spec.vocab_size)))
-        raise BadBody(f"{what}: token id {int(tokens[bad])} at position {bad} is outside 0..{spec.vocab_size - 1}")
+        raise BadBody(f"{what}: token id {int(tokens.flat[bad])} at position {bad} is outside 0..{spec.vocab_size - 1}")
     return tokens
 
 

@@ -59,8 +59,8 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Datum(msgspec.Struct, frozen=True, gc=False):
-    """One sequence. `tokens` int32 [T]; `inputs`: what the loss needs, each [T]:
-    `target_tokens` int32/int64, `weights`, `logprobs`, `advantages` float32."""
+    """One sequence. `tokens` int32 [T]; `inputs`: what the loss needs, each [T]: `target_tokens` int32/int64, `weights`, `logprobs`,
+    `advantages`, `sequence_ratio_mask` float32. Of cross_entropy targets and weights may be [T, K]."""
 
     tokens: Tensor
     inputs: dict[str, Tensor]

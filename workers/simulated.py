@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -175,12 +176,15 @@ class SimulatedEngine:
         if backward:
             grads = _hash(self.live.grads, digest)
             self.live = msgspec.structs.replace(self.live, grads=grads, pending=self.live.pending + 1)
-        lengths = [datum.tokens.shape[0] for datum in body.data]
+        shapes = [datum.inputs["target_tokens"].shape for datum in body.data]
+        lengths = [math.prod(shape) for shape in shapes]
         noise = _noise(digest, sum(lengths))
         ends = itertools.accumulate(lengths)
-        logprobs = tuple(Tensor("float32", (length,), noise.data[4 * (end - length) : 4 * end]) for length, end in zip(lengths, ends))
+        logprobs = tuple(
+            Tensor("float32", shape, noise.data[4 * (end - length) : 4 * end]) for shape, length, end in zip(shapes, lengths, ends)
+        )
         loss = -float(np.frombuffer(noise.data, "<f4").sum())
-        return ForwardResult(logprobs, {"loss:sum": loss, "tokens:sum": float(sum(lengths))})
+        return ForwardResult(logprobs, {"loss:sum": loss, "tokens:sum": float(sum(datum.tokens.shape[0] for datum in body.data))})
 
     def discard(self) -> None:
         assert self.live is not None

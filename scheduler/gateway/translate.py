@@ -3,6 +3,7 @@ in the log, under its own seq, so that its model goes on."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -114,6 +115,9 @@ def _stops(stop: str | list[str | int] | None) -> tuple[tuple[int, ...], ...]:
 # --- requests, protobuf ---------------------------------------------------------------------------------------------
 
 
+MOST_DENSE = 4_000_000  # values of a tensor that came sparse
+
+
 def decompressed(body: bytes, encoding: str, most_bytes: int) -> bytes:
     """Raises `MalformedRequest` for a frame that is broken, or larger than `most_bytes` once unpacked."""
     if encoding in ("", "identity"):
@@ -160,14 +164,26 @@ def _datum(datum: Any, index: int) -> Datum:
 
 
 def _tensor(tensor: Any, what: str) -> Tensor:
-    shape = tuple(tensor.shape)
-    if tensor.WhichOneof("layout") == "sparse_csr":
-        raise BadBody(f"{what}: sparse tensors")
-    if len(shape) == 2 and shape[1] == 1:
-        shape = shape[:1]
-    if len(shape) != 1:
-        raise BadBody(f"{what} of shape {list(shape)}: one value a token is supported")
-    return Tensor(wire.DTYPES.get(tensor.dtype, "unspecified"), shape, tensor.dense)
+    shape, dtype = tuple(tensor.shape), wire.DTYPES.get(tensor.dtype, "unspecified")
+    data = _dense(tensor.sparse_csr, shape, dtype, what) if tensor.WhichOneof("layout") == "sparse_csr" else tensor.dense
+    return Tensor(dtype, shape[:1] if len(shape) == 2 and shape[1] == 1 else shape, data)
+
+
+def _dense(csr: Any, shape: tuple[int, ...], dtype: str, what: str) -> bytes:
+    """Of compressed sparse rows. Raises `BadBody`, before it makes anything larger than `MOST_DENSE` values of it."""
+    if dtype not in ("float32", "int64") or len(shape) != 2 or not 0 <= shape[0] * shape[1] <= MOST_DENSE:
+        raise BadBody(f"{what}: a sparse tensor of shape {list(shape)} and dtype {dtype}")
+    try:
+        starts, columns = (np.frombuffer(data, "<i8") for data in (csr.crow_indices, csr.col_indices))
+        values = np.frombuffer(csr.values, {"float32": "<f4", "int64": "<i8"}[dtype])
+        rows = np.repeat(np.arange(shape[0]), np.diff(starts))
+        if starts[0] != 0 or not len(rows) == len(columns) == len(values) or (columns < 0).any():
+            raise ValueError("its parts do not fit each other")
+        dense = np.zeros(shape, values.dtype)
+        dense[rows, columns] = values
+    except (ValueError, IndexError) as error:
+        raise BadBody(f"{what}: no sparse tensor: {error}") from error
+    return dense.tobytes()
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -175,11 +191,14 @@ def _tensor(tensor: Any, what: str) -> Tensor:
 
 def forward_output(result: ForwardResult) -> bytes:
     output = wire.ForwardBackwardOutput(loss_fn_output_type="TensorData")
-    record = output.loss_fn_outputs.add(type_tag="TensorData", num_datums=len(result.logprobs))
-    field = record.fields["logprobs"]
-    field.data = b"".join(tensor.data for tensor in result.logprobs)
-    field.offsets = np.cumsum([0, *(len(tensor.data) for tensor in result.logprobs)], dtype="<i8").tobytes()
-    field.dtype = wire.FLOAT32
+    for trailing, tensors in groupby(result.logprobs, lambda tensor: tensor.shape[1:]):
+        mine = list(tensors)
+        record = output.loss_fn_outputs.add(type_tag="TensorData", num_datums=len(mine))
+        field = record.fields["logprobs"]
+        field.data = b"".join(tensor.data for tensor in mine)
+        field.offsets = np.cumsum([0, *(len(tensor.data) for tensor in mine)], dtype="<i8").tobytes()
+        field.dtype = wire.FLOAT32
+        field.trailing_shape.extend(trailing)
     for name, value in result.metrics.items():
         output.metrics[name if name.count(":") == 1 else f"{name}:mean"] = value
     return bytes(output.SerializeToString(deterministic=True))

@@ -61,7 +61,23 @@ BAD_BODIES = {
     "lengths that differ": (FB, datum(weights=float32([1.0])), "weights of datum 0 has length 1"),
     "NaN weights": (FB, datum(weights=float32([1.0, FLOAT_NAN])), "not finite, at position 1"),
     "bytes that do not fill the shape": (FB, datum(weights=Tensor("float32", (2,), b"abc")), "3 bytes"),
-    "two dimensions": (FB, datum(weights=Tensor("float32", (1, 2), bytes(8))), "one dimension"),
+    "weights of another shape": (FB, datum(weights=Tensor("float32", (2, 2), bytes(16))), r"shape \[2, 2\], target_tokens have \[2\]"),
+    "three dimensions": (FB, datum(weights=Tensor("float32", (2, 1, 1), bytes(8))), "at most 256 a token"),
+    "no dimension": (FB, datum(weights=Tensor("float32", (), bytes(4))), "one dimension"),
+    "too many targets": (FB, datum(weights=Tensor("float32", (2, 257), bytes(2056))), "at most 256 a token"),
+    "two dimensions where a loss takes one": (
+        FB,
+        Forward(
+            (
+                Datum(
+                    int32([1]),
+                    {"target_tokens": Tensor("int32", (1, 1), bytes(4)), **dict.fromkeys(("logprobs", "advantages"), float32([0.0]))},
+                ),
+            ),
+            "ppo",
+        ),
+        r"\[1, 1\]",
+    ),
     "a wrong dtype": (FB, datum(weights=Tensor("float64", (2,), bytes(16))), "dtype 'float64'"),
     "an unknown loss": (FB, Forward((sequence(1, 2),), "squares"), "loss_fn 'squares'"),
     "an input the loss does not take": (FB, datum(magic=float32([1.0, 1.0])), r"\['magic'\]"),

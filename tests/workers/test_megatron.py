@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.producer import values
+from scheduler.producer import datum, values
 from state.errors import OutOfMemory, UnknownLayout
 from state.events import StepKind
 from state.requests import CreateAdapter, Forward, LoadState, Op, OptimStep, SaveState, SaveWeightsForSampler, Signature
@@ -18,6 +18,7 @@ from tests.harness import float32, sequence
 from tests.workers.conformance import Conformance, Device, batch, code
 from tests.workers.megatron_rank import RECIPE_NAMES as RECIPES
 from tests.workers.megatron_rank import group, rank
+from workers.megatron.losses import loss
 
 LAYOUTS = [("distributed", "float32"), ("plain", "float32"), ("plain_fused", "float32"), ("distributed_fused", "float32")]
 LAYOUTS += [(name, "bfloat16") for name in RECIPES]
@@ -132,16 +133,61 @@ def test_losses_of_reinforcement_learning_follow_their_formulas(device):
     advantages = np.array([1.0, -1.0, 2.0, 0.5, 1.0], np.float32)
     ratio = np.exp(logp - old)
     clipped = np.clip(ratio, 0.8, 1.2)
+    whole = np.exp((logp - old).mean())
     due = {
         "importance_sampling": -(advantages * ratio).sum(),
         "ppo": -np.minimum(advantages * ratio, advantages * clipped).sum(),
         "cispo": -(advantages * clipped * logp).sum(),
+        "gspo": -np.minimum(advantages * whole, advantages * np.clip(whole, 0.8, 1.2)).sum(),
+        "dro": -(advantages * logp - 0.025 * (logp - old) ** 2).sum(),
     }
     datum = sequence(*tokens, logprobs=old.tolist(), advantages=advantages.tolist())
     for loss_fn, expected in due.items():
         result = device.run("t/a", Op.FORWARD_BACKWARD, Forward((datum,), loss_fn))
         assert math.isclose(result.metrics["loss:sum"], float(expected), rel_tol=1e-3, abs_tol=1e-3), loss_fn
     device.run("t/a", Op.OPTIM_STEP, OptimStep())
+
+
+def test_the_ratio_of_a_sequence_is_over_what_is_marked_and_each_token_has_its_own_gradient():
+    logp = torch.tensor([[-1.0, -2.0, -3.0, 0.0]], requires_grad=True)
+    inputs = {
+        "logprobs": torch.tensor([[-1.5, -1.5, -1.0, 0.0]]),
+        "advantages": torch.tensor([[1.0, 2.0, 3.0, 0.0]]),
+        "weights": torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
+        "sequence_ratio_mask": torch.tensor([[1.0, 1.0, 0.0, 0.0]]),
+    }
+    loss("gspo", logp, inputs, {}).backward()
+    assert torch.allclose(logp.grad, -inputs["advantages"])  # the ratio is exp((0.5 - 0.5) / 2) = 1, within the clip
+    inputs["sequence_ratio_mask"] = inputs["weights"]
+    assert math.isclose(float(loss("gspo", logp.detach(), inputs, {})), -6 * math.exp(-2 / 3), rel_tol=1e-6)
+
+
+def test_several_targets_of_a_token_are_told_and_trained_as_each_alone(device):
+    device.create("t/a", 1)
+    device.swap("t/a")
+    device.train("t/a", 1)
+    random = np.random.default_rng(4)
+    tokens, targets = random.integers(0, 64, 6), random.integers(0, 64, (6, 3))
+    weights = random.random((6, 3)).astype(np.float32)
+
+    def told(of, by):
+        return device.run("t/a", Op.FORWARD_BACKWARD, Forward((datum(tokens, of, weights=by), datum([1, 2], [3, 4]))))
+
+    def trained():
+        grads = [grads.detach().clone().float() for grads in device.apply.__self__.engine.live.grads]
+        device.run("t/a", Op.OPTIM_STEP, OptimStep(learning_rate=0.0))
+        return grads
+
+    together = told(targets, weights)
+    assert [one.shape for one in together.logprobs] == [(6, 3), (2,)]
+    gradients = trained()
+    each = [told(targets[:, k], weights[:, k]) for k in range(3)]
+    assert np.allclose(values(together.logprobs[0]), np.stack([values(one.logprobs[0]) for one in each], 1), atol=2e-2)
+    alone = values(each[0].logprobs[1]).sum()
+    assert math.isclose(together.metrics["loss:sum"] - sum(one.metrics["loss:sum"] for one in each), 2 * alone, rel_tol=2e-2, abs_tol=2e-2)
+    device.run("t/a", Op.FORWARD_BACKWARD, Forward((datum([1, 2], [3, 4], weights=[-2, -2]),)))  # which was trained thrice
+    for ours, due in zip(gradients, trained()):
+        assert float((ours - due).norm()) < 0.05 * float(due.norm())
 
 
 def test_gradients_that_are_not_finite_are_discarded_and_nothing_is_applied(device):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from state.errors import BadCheckpoint, HotdeskError, OutOfMemory, WorkerFailed, error_from
 from state.events import AdapterFacts, GroupSpec, Part, Written
@@ -487,34 +488,41 @@ class MegatronEngine:
                     loss.backward()
                 total += value
                 rows = logp.detach().float().cpu()
-                parts += [_tensor(rows[i, : datum.tokens.shape[0]]) for i, datum in enumerate(batch)]
+                parts += [_tensor(_unpadded(rows[i], datum.inputs["target_tokens"].shape)) for i, datum in enumerate(batch)]
         self._keep_rng()
         return parts, total
 
     def _microbatch(self, body: Forward, batch: list[Datum]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probabilities of the targets fp32 [b, T], loss scalar). Right padding: causal attention keeps it from real tokens."""
+        """(log-probabilities of the targets fp32 [b, T] or [b, T, K], loss scalar). Right padding: causal attention keeps it from real
+        tokens."""
         length = max(datum.tokens.shape[0] for datum in batch)
-        tokens = self._padded([datum.tokens for datum in batch], length)
-        targets = self._padded([datum.inputs["target_tokens"] for datum in batch], length)
-        ones = [np.ones(datum.tokens.shape[0], np.float32) for datum in batch]
+        tokens = self._padded([datum.tokens for datum in batch])
+        targets = self._padded([datum.inputs["target_tokens"] for datum in batch])
+        weights = [d.inputs.get("weights", np.ones(d.inputs["target_tokens"].shape, np.float32)) for d in batch]
         inputs: dict[str, torch.Tensor] = {
-            name: self._padded([datum.inputs[name] for datum in batch], length)
-            for name in ("logprobs", "advantages")
-            if name in batch[0].inputs
+            name: self._padded([datum.inputs[name] for datum in batch]) for name in ("logprobs", "advantages") if name in batch[0].inputs
         }
-        inputs["weights"] = self._padded([d.inputs.get("weights", one) for d, one in zip(batch, ones)], length)
+        inputs["weights"] = self._padded(weights)
+        inputs["sequence_ratio_mask"] = self._padded([d.inputs.get("sequence_ratio_mask", own) for d, own in zip(batch, weights)])
         positions = torch.arange(length, device=self.device).unsqueeze(0).expand_as(tokens)
         logits = self.ddp(tokens, positions, causal_mask(length, self.device))
-        logp = -vocab_parallel_cross_entropy(logits.transpose(0, 1).float().contiguous(), targets.transpose(0, 1).contiguous())
-        logp = logp.transpose(0, 1)
+        if targets.dim() == 3:
+            whole = gather_from_tensor_model_parallel_region(logits).float()
+            logp = torch.log_softmax(whole, -1).gather(-1, targets)
+        else:
+            logp = -vocab_parallel_cross_entropy(logits.transpose(0, 1).float().contiguous(), targets.transpose(0, 1).contiguous())
+            logp = logp.transpose(0, 1)
         return logp, losses.loss(body.loss_fn, logp, inputs, body.loss_config)
 
-    def _padded(self, rows: list[Tensor | np.ndarray[Any, Any]], length: int) -> torch.Tensor:
-        """[b, length], int64 or fp32, zero-padded at the right."""
-        arrays = [row if isinstance(row, np.ndarray) else _array(row) for row in rows]
-        out = np.zeros((len(arrays), length), np.float32 if arrays[0].dtype == np.float32 else np.int64)
+    def _padded(self, rows: list[Tensor | np.ndarray[Any, Any]]) -> torch.Tensor:
+        """[b, T], or [b, T, K] where any row is [T, K]; int64 or fp32, as large as the largest, zero-padded at the right."""
+        arrays = [row if isinstance(row, np.ndarray) else _array(row).reshape(row.shape) for row in rows]
+        if any(array.ndim == 2 for array in arrays):
+            arrays = [array.reshape(len(array), -1) for array in arrays]
+        shape = (len(arrays), *(max(sizes) for sizes in zip(*(array.shape for array in arrays))))
+        out = np.zeros(shape, np.float32 if arrays[0].dtype == np.float32 else np.int64)
         for index, array in enumerate(arrays):
-            out[index, : len(array)] = array
+            out[index][tuple(slice(size) for size in array.shape)] = array
         return torch.from_numpy(out).to(self.device)
 
     def discard(self) -> None:
@@ -787,5 +795,10 @@ def _array(of: Tensor) -> np.ndarray[Any, Any]:
     return np.frombuffer(of.data, dtype={"int32": "<i4", "int64": "<i8", "float32": "<f4"}[of.dtype])
 
 
+def _unpadded(row: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    width = shape[1] if len(shape) == 2 else 1
+    return (row[: shape[0], :width] if row.dim() == 2 else row[: shape[0]]).reshape(shape)
+
+
 def _tensor(row: torch.Tensor) -> Tensor:
-    return Tensor("float32", (row.numel(),), row.contiguous().numpy().tobytes())
+    return Tensor("float32", tuple(row.shape), row.contiguous().numpy().tobytes())
