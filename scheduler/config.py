@@ -93,6 +93,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_timeout_s: float = 300.0
     sampler_idle_s: float = 600.0
     answer_kept_s: float = 600.0
+    unnamed_kept: int = 64
     hold_s: float = 25.0
     body_bytes: int = 32 * 2**20
     engines: dict[str, EngineConfig] = {}  # by group
@@ -226,7 +227,7 @@ def _check(config: Config) -> None:
         ),
         *(
             (f"gateway.{name}", getattr(config.gateway, name) > 0, "must be positive")
-            for name in ("lora_alpha", "session_timeout_s", "sampler_idle_s", "answer_kept_s", "hold_s", "body_bytes")
+            for name in ("lora_alpha", "session_timeout_s", "sampler_idle_s", "answer_kept_s", "unnamed_kept", "hold_s", "body_bytes")
         ),
         *(
             check

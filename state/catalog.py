@@ -165,6 +165,10 @@ class Catalog:
         """A sampler's adapter was used."""
         await _of(self.client.zadd(f"{self.prefix}:samplers", {f"{tenant}/{sampler}": now_ms}))
 
+    async def is_used(self, tenant: str, sampler: str) -> bool:
+        """Whether its adapter was not freed since it was used."""
+        return await _of(self.client.zscore(f"{self.prefix}:samplers", f"{tenant}/{sampler}")) is not None
+
     async def unused(self, before_ms: int) -> list[tuple[str, str]]:
         found = await _of(self.client.zrangebyscore(f"{self.prefix}:samplers", 0, before_ms))
         return [cast("tuple[str, str]", tuple(one.decode().split("/"))) for one in found]

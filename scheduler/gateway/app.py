@@ -126,7 +126,7 @@ class Gateway:
             with anyio.CancelScope() as scope:
                 async with Producer.over(self.store, tenant) as producer, anyio.create_task_group() as tasks:
                     self._scopes[tenant] = scope
-                    self._desks[tenant] = Desk(tenant, producer, self.catalog, self.offers, self._engines, tasks, self.config.answer_kept_s)
+                    self._desks[tenant] = Desk(tenant, producer, self.catalog, self.offers, self._engines, tasks, self.config)
                     opened.set()
                     await anyio.sleep_forever()
         finally:

@@ -22,6 +22,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from scheduler.config import GatewayConfig
 from scheduler.gateway import translate
 from scheduler.gateway.answers import Answer, Answers, Encode, Then
 from scheduler.gateway.versions import CREATE, FORWARDED, LOAD, Asked, EngineVersions, GroupVersions, Version, Versions
@@ -111,11 +112,13 @@ class Desk:
         offers: dict[str, Offer],
         engines: dict[str, InferenceEngine],
         tasks: TaskGroup,
-        kept_s: float = 600.0,
+        config: GatewayConfig,
     ) -> None:
         """`engines`: by the group beside which they sample."""
         self.tenant, self.producer, self.catalog, self.offers = tenant, producer, catalog, offers
-        self.answers = Answers(producer, tasks, kept_s)
+        self.answers = Answers(producer, tasks, config.answer_kept_s)
+        self.unnamed_kept = config.unnamed_kept
+        self.used_every_s = min(USED_EVERY_S, config.sampler_idle_s / 4)
         self.used_at = anyio.current_time()
         self._runs: dict[str, Run] = {}
         self._group_versions = GroupVersions(tenant, producer, catalog, self._ask)
@@ -401,11 +404,22 @@ class Desk:
         return sum(file.stat().st_size for file in directory.iterdir()) if directory is not None else None
 
     async def expire(self) -> None:
+        """Checkpoints past their time, and those without a name of which a model has more than `unnamed_kept`: the oldest that no sampler
+        uses."""
+        unnamed: dict[tuple[str, str], list[Checkpoint]] = {}
         for checkpoint in await self.catalog.all(self.tenant, Checkpoint):
             if checkpoint.expires_ms and checkpoint.expires_ms < now_ms():
                 await self.catalog.put(self.tenant, checkpoint.path, msgspec.structs.replace(checkpoint, expires_ms=0))
                 await self.delete(checkpoint.path)
                 log.info("checkpoint_expired", tenant=self.tenant, path=checkpoint.path)
+            elif checkpoint.name.startswith((UNNAMED, INFLIGHT)):
+                unnamed.setdefault((checkpoint.model_id, checkpoint.name.partition(".")[0]), []).append(checkpoint)
+        for those in unnamed.values():
+            newest_first = sorted(those, key=lambda one: -int(one.name.partition(".")[2]))
+            for checkpoint in newest_first[self.unnamed_kept :]:
+                version = self._name((await self.run(checkpoint.model_id)).base_model, checkpoint.path)
+                if not await self.catalog.is_used(self.tenant, version):
+                    await self.delete(checkpoint.path)
 
     # --- samplers -----------------------------------------------------------------------------------------------------
 
@@ -470,7 +484,7 @@ class Desk:
         await resident.ready.wait()
         if resident.error is not None:
             raise resident.error
-        if anyio.current_time() - resident.used_at > USED_EVERY_S or not resident.used_at:
+        if anyio.current_time() - resident.used_at > self.used_every_s or not resident.used_at:
             resident.used_at = anyio.current_time()
             await self.catalog.used(self.tenant, version, now_ms())
         return resident.place

@@ -18,7 +18,7 @@ import zstandard
 from scheduler.gateway import wire
 from tests.gateway.running import SIMULATED, Running
 
-GATEWAY = "session_timeout_s = 4.0\nsampler_idle_s = 2.0\nhold_s = 2.0\nbody_bytes = 4000000"
+GATEWAY = "session_timeout_s = 4.0\nsampler_idle_s = 2.0\nhold_s = 2.0\nbody_bytes = 4000000\nunnamed_kept = 3"
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +187,7 @@ def sample(client: Client, sampler: str, seq: int, **params: object) -> httpx.Re
 
 def sampled(client: Client, answer: httpx.Response) -> list[bytes]:
     response = wire.SampleResponse()
+    assert answer.status_code == 200, answer.text
     response.ParseFromString(client.result(answer.json()["request_id"]).content)
     return [sequence.tokens for sequence in response.sequences]
 
@@ -286,6 +287,27 @@ def test_checkpoints_are_listed_expire_and_go(ada):
         time.sleep(0.2)
     assert ada.http.delete(f"training_runs/{model}/checkpoints/weights/long").status_code == 204
     assert ada.http.delete(f"training_runs/{model}/checkpoints/weights/long").status_code == 404
+
+
+def test_unnamed_checkpoints_of_a_model_are_bounded_and_those_in_use_stay(running, ada):
+    session = ada.session()
+    model = ada.model(session)
+    samplers = []
+    for number in range(7):
+        samplers.append(saved_sampler(ada, model, number + 1))
+        sampled(ada, sample(ada, samplers[0], number))
+
+    def names() -> set[str]:
+        return {path.name for path in running.directory.glob(f"adapters/*/{session}-0/sampler_weights/*")}
+
+    deadline = time.monotonic() + 20
+    while names() != {"unnamed.1", "unnamed.5", "unnamed.6", "unnamed.7"}:
+        assert time.monotonic() < deadline, names()
+        ada.ok("session_heartbeat", session_id=session)
+        sampled(ada, sample(ada, samplers[0], 7))
+        time.sleep(0.2)
+    assert sample(ada, samplers[1], 0).status_code == 404
+    sampled(ada, sample(ada, samplers[4], 0))
 
 
 def test_what_is_another_tenants_does_not_exist(ada, brook):
