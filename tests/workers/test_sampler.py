@@ -12,6 +12,7 @@ from scheduler.producer import values
 from state.events import StepKind
 from state.requests import Forward, Op, Sample
 from tests.harness import int32, sequence
+from tests.workers.conformance import code
 from tests.workers.megatron_rank import group, rank
 from tests.workers.test_megatron import fresh_device
 from workers.megatron.sampler import _Batch, _drawn
@@ -72,6 +73,23 @@ def test_draws_follow_the_distribution_and_never_leave_it():
     assert drawn(uneven, math.nextafter(1.0, 0.0)) == [999]
     middles = uneven.double().cumsum(0) - uneven / 2
     assert drawn(uneven, *middles.tolist()) == list(range(1000))
+
+
+def test_a_cache_that_does_not_fit_says_what_to_lower(device, monkeypatch):
+    device.create("t/a", 1)
+    device.give_away()
+    device.ok(StepKind.PUBLISH, "t/a", version=1)
+    before = device.run("t/a", Op.SAMPLE, Sample(int32([1]), max_tokens=2))
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.66 GiB.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Batch, "run", full)
+        outcome = device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=Sample(int32([1]), max_tokens=2))
+    assert (code(outcome), outcome.error.way_out) == ("WorkerFailed", "lower the group's sample_tokens")
+    assert device.run("t/a", Op.SAMPLE, Sample(int32([1]), max_tokens=2)) == before
+    device.take_back("t/a")
 
 
 def drawn_beside(device, seed, prompts=1) -> tuple[list, list, list]:

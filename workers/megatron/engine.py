@@ -569,7 +569,12 @@ class MegatronEngine:
         return shards.combine(self._gather_world(own))
 
     def sample(self, bodies: Sequence[Sample]) -> list[SampleResult | HotdeskError]:
-        return self.sampler.sample(bodies)
+        try:
+            return self.sampler.sample(bodies)
+        except torch.OutOfMemoryError as error:
+            self.sampler.forget()
+            words = str(error).splitlines()[0]
+            raise WorkerFailed(f"sampling does not fit on the device: {words}", way_out="lower the group's sample_tokens") from error
 
     def _restore_rng(self) -> None:
         if self.config.model.dropout and self.bound is not None and self.bound.rng is not None:
