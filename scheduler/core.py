@@ -14,7 +14,7 @@ import msgspec
 
 from scheduler.moves import has_room, is_kin, leaves
 from scheduler.policy import POLICIES, Policy, expected_us
-from scheduler.validation import Limits, Refusal, check_body, sequences_of, work_of
+from scheduler.validation import Limits, Refusal, check_body, width_of, work_of
 from state import log_id as ids
 from state.errors import (
     AdapterExists,
@@ -292,7 +292,8 @@ class Core:
             _heed(envelope)
             op = Op(envelope.op)
             body = check_body(op, envelope.body, spec, self.limits)
-            event = RequestAccepted(msgspec.structs.replace(request, work=work_of(op, body), sequences=sequences_of(op, body)))
+            sequences, places = width_of(op, body)
+            event = RequestAccepted(msgspec.structs.replace(request, work=work_of(op, body), sequences=sequences, places=places))
         if not request.body and request.size:
             self._batch.commit.blobs.append((request.digest, entry.intake_id))
         self._emit(event)

@@ -40,6 +40,7 @@ from state.events import Request, Settings, Step, StepKind
 from state.files import Disk
 from state.fleet import encode as encode_fleet
 from state.log import Commit, Entry, Store
+from state.plan import fit_together
 from state.redis_log import is_passing
 from state.requests import Op
 from workers.contract import Call, StepOutcome, WorkerGroup, under_way
@@ -416,7 +417,7 @@ class Daemon:
                 continue
             if dispatch.incarnation != incarnation:
                 continue  # planned for workers that are gone
-            after = 0
+            after = covered = 0
             ahead: deque[asyncio.Future[StepOutcome]] = deque()
             for index, step in enumerate(dispatch.steps):
                 body = await self._body(dispatch.requests.get(step.request_id)) if step.kind is StepKind.EXECUTE else b""
@@ -424,7 +425,10 @@ class Daemon:
                     missing = WorkerFailed(f"the body of {step.request_id} is not beside the log any more")
                     ahead.append(under_way(_at_once(StepOutcome(step.id, error=missing.info))))
                 else:
-                    beside = await self._sampled_with(dispatch, index)
+                    beside: tuple[bytes, ...] = ()
+                    if index >= covered and _samples(step):
+                        beside = await self._sampled_with(dispatch, index)
+                        covered = index + 1 + len(beside)
                     ahead.append(group.apply(Call(self.epoch, step, after, body, beside)))
                 after = step.id
                 if len(ahead) == AHEAD:
@@ -433,14 +437,16 @@ class Daemon:
                 await self._tell(group, incarnation, ahead.popleft())
 
     async def _sampled_with(self, dispatch: Dispatch, index: int) -> tuple[bytes, ...]:
-        """Bodies of the samples right behind the first one of several in a plan."""
+        """Bodies of the samples right behind the one at `index` in a plan that the sampler computes side by side with it."""
         first, *others = dispatch.steps[index:]
-        if not _samples(first) or (index and _samples(dispatch.steps[index - 1])):
-            return ()
+        spec = self.core.fleet.groups[dispatch.group].spec
+        assert spec is not None
+        together = [dispatch.requests[first.request_id]]
         bodies: list[bytes] = []
         for step in takewhile(lambda step: _samples(step) and step.adapter == first.adapter, others):
-            body = await self._body(dispatch.requests.get(step.request_id))
-            if body is None:
+            together.append(dispatch.requests[step.request_id])
+            body = await self._body(together[-1])
+            if body is None or not fit_together(spec, together):
                 break
             bodies.append(body)
         return tuple(bodies)

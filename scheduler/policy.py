@@ -11,7 +11,7 @@ from typing import Protocol
 
 from state.events import Request
 from state.fleet import Adapter, Fleet, Group, Queued
-from state.plan import Turn
+from state.plan import Turn, fit_together
 from state.requests import Op
 from state.residency import NEEDS, Residency
 
@@ -154,13 +154,12 @@ class Fair:
         adapter = fleet.adapters[key]
         assert group.spec is not None
         requests: list[Request] = []
-        sum_us = sequences = 0
+        sum_us = 0
         for request in ready(adapter, self.LONGEST):
             cost = group.queue.costs.get(request.op)
             known = cost is not None and cost.work > 0
             full = sum_us >= worth_us or (not known and len(requests) >= fleet.settings.turn_requests)
-            sequences += request.sequences
-            beside = request.sequences and sequences <= group.spec.sample_rows  # computed with those before it, for next to nothing
+            beside = request.sequences and fit_together(group.spec, [*requests, request])  # computed with them, for next to nothing
             if requests and full and not beside:
                 break
             requests.append(request)

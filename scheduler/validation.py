@@ -192,8 +192,9 @@ def work_of(op: Op, body: Any) -> int:
     return 0
 
 
-def sequences_of(op: Op, body: Any) -> int:
-    return int(body.num_samples) if op is Op.SAMPLE else 0
+def width_of(op: Op, body: Any) -> tuple[int, int]:
+    """(sequences, places) of a sample."""
+    return (body.num_samples, body.num_samples * (body.prompt.shape[0] + body.max_tokens)) if op is Op.SAMPLE else (0, 0)
 
 
 _CHECKS: dict[Op, Any] = {

@@ -122,7 +122,8 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     device_slots: int = 1
     host_slots: int = 64
     max_adapters: int = 1024
-    sample_rows: int = 1  # sequences that the sampler computes side by side, for little more than the cost of one
+    sample_rows: int = 1  # sequences that the sampler computes side by side, for little more than the cost of one,
+    sample_tokens: int = 0  # where they take no more places than this
     kin: str = ""  # groups of equal kin hold and compute the same bits, so that an adapter may move from one to the other
 
 
@@ -138,7 +139,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     size: int
     body: bytes = b""
     work: int = 0  # tokens that it computes on, known once its body was checked
-    sequences: int = 0  # continuations that a sample asks for
+    sequences: int = 0  # continuations that a sample asks for,
+    places: int = 0  # and the places in a sampler's cache that they take
 
     @property
     def request_id(self) -> str:

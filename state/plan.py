@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from state.events import STALE, Part, Request, Step, StepKind
+from state.events import STALE, GroupSpec, Part, Request, Step, StepKind
 from state.fleet import Adapter, Expected, Fleet, Group, advance
 from state.requests import TRAINING_OPS, Op
 from state.residency import ALL_PARTS, NEEDS, STEP_NEEDS, Needs, Residency
@@ -53,6 +53,12 @@ def joinable(fleet: Fleet, group: Group, turn: Turn) -> bool:
         and len(group.adapters) <= group.spec.host_slots
         and all(request.op in TRAINING_OPS for request in turn.requests)
     )
+
+
+def fit_together(spec: GroupSpec, requests: Sequence[Request]) -> bool:
+    """Whether the sampler computes these samples side by side."""
+    rows, places = sum(request.sequences for request in requests), sum(request.places for request in requests)
+    return rows <= spec.sample_rows and (places <= spec.sample_tokens or not spec.sample_tokens)
 
 
 def plan_move(fleet: Fleet, group: Group, adapter: Adapter, to: str) -> list[Step]:

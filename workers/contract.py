@@ -16,6 +16,7 @@ import msgspec
 
 from state.errors import ErrorInfo, StaleEpoch, StepOutOfOrder
 from state.events import Facts, GroupSpec, Step
+from state.requests import Op
 
 REMEMBERED_OUTCOMES = 512  # a plan is far shorter; what is older was settled in the log long ago
 
@@ -105,8 +106,8 @@ class Gate:
             outcome = StepOutcome(step_id, error=error_info)
         else:
             outcome = act(call)
-        if outcome.error is None:
-            self.finished = step_id
+        if outcome.error is None or (call.step.op == Op.SAMPLE and outcome.facts is not None):
+            self.finished = step_id  # a sample that failed changed nothing: what comes behind it may run
         self.outcomes[step_id] = outcome
         while len(self.outcomes) > REMEMBERED_OUTCOMES:
             self.outcomes.popitem(last=False)

@@ -80,6 +80,6 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Groups in which an adapter has the same layout and every computation the same bits. `more`: what else decides that, such as the
         device, and where snapshots are kept."""
         layout = (self.tp, self.dp, self.max_rank, self.targets, self.dtype, self.optimizer, self.overlap, self.bucket_size)
-        sampling = (self.sample_rows, self.sample_tokens)
+        sampling = (self.sample_rows, self.sample_tokens, self.engine is not None)
         same = (self.backend, self.model, layout, sampling, more)
         return hashlib.sha256(msgspec.json.encode(same)).hexdigest()[:12]

@@ -430,6 +430,7 @@ class Machine:
             raise NotResident("publish: the sampler is asleep")
         if held.state_dirty:
             raise PendingUnparked(f"publish: the slot of {step.adapter} is behind the device; flush first")
+        self.published = ""  # should it fail, nobody knows what is there
         self.engine.publish(step.adapter)
         self.published = f"{step.adapter}@{step.version}"
         return b""
@@ -510,8 +511,8 @@ class Machine:
         return drawn.result
 
     def _draw(self, step_id: int, bodies: Sequence[bytes]) -> None:
-        """What comes right behind the step is computed with it, and each still is a step with an outcome of its own. Where that is too much
-        for the device, each is computed alone."""
+        """What comes right behind the step is computed with it, and each still is a step with an outcome of its own. Where that fails as a
+        whole, each is computed alone: one that cannot be computed must not fail the others."""
         asked = [decode_body(Op.SAMPLE, body) for body in bodies]
         began = time.perf_counter_ns()
         try:

@@ -158,7 +158,7 @@ class Gateway:
             self._begin(tenant, version, Desk.release)
         for tenant, desk in list(self._desks.items()):
             desk.answers.reclaim()
-            await desk.expire()
+            self._begin(tenant, "expire", lambda desk, _: desk.expire())
             if not desk.answers.open and anyio.current_time() - desk.used_at > self.config.answer_kept_s:
                 self._scopes[tenant].cancel()
 

@@ -172,11 +172,11 @@ class Desk:
             await unloaded
         except UnknownAdapter:
             pass  # freed before, or never made
-        await self.catalog.put(self.tenant, run.model_id, msgspec.structs.replace(run, ended=True))
-        self._runs.pop(run.model_id, None)
         for checkpoint in await self.catalog.all(self.tenant, Checkpoint):
             if checkpoint.model_id == run.model_id and checkpoint.name.startswith((UNNAMED, INFLIGHT)):
-                await self.delete(checkpoint.path)
+                await self._forget(checkpoint)
+        await self.catalog.put(self.tenant, run.model_id, msgspec.structs.replace(run, ended=True))
+        self._runs.pop(run.model_id, None)
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -410,16 +410,29 @@ class Desk:
         for checkpoint in await self.catalog.all(self.tenant, Checkpoint):
             if checkpoint.expires_ms and checkpoint.expires_ms < now_ms():
                 await self.catalog.put(self.tenant, checkpoint.path, msgspec.structs.replace(checkpoint, expires_ms=0))
-                await self.delete(checkpoint.path)
+                await self._forget(checkpoint)
                 log.info("checkpoint_expired", tenant=self.tenant, path=checkpoint.path)
             elif checkpoint.name.startswith((UNNAMED, INFLIGHT)):
                 unnamed.setdefault((checkpoint.model_id, checkpoint.name.partition(".")[0]), []).append(checkpoint)
         for those in unnamed.values():
             newest_first = sorted(those, key=lambda one: -int(one.name.partition(".")[2]))
             for checkpoint in newest_first[self.unnamed_kept :]:
-                version = self._name((await self.run(checkpoint.model_id)).base_model, checkpoint.path)
-                if not await self.catalog.is_used(self.tenant, version):
-                    await self.delete(checkpoint.path)
+                if not await self._is_used(checkpoint):
+                    await self._forget(checkpoint)
+
+    async def _is_used(self, checkpoint: Checkpoint) -> bool:
+        try:
+            version = self._name((await self.run(checkpoint.model_id)).base_model, checkpoint.path)
+        except (UnknownAdapter, UnknownCheckpoint):
+            return False  # nothing serves its model any more
+        return await self.catalog.is_used(self.tenant, version)
+
+    async def _forget(self, checkpoint: Checkpoint) -> None:
+        """Whatever of it is still there: another gateway may be at it too."""
+        try:
+            await self.delete(checkpoint.path)
+        except (UnknownAdapter, UnknownCheckpoint):
+            pass
 
     # --- samplers -----------------------------------------------------------------------------------------------------
 
@@ -471,6 +484,7 @@ class Desk:
         if resident is None:
             resident = self._residents[version] = Resident()
             try:
+                await self.catalog.used(self.tenant, version, now_ms())  # from now on nobody takes its files away
                 resident.place = await self._versions(version).bring(await self._version(sampler))
             except HotdeskError as error:
                 resident.error = error

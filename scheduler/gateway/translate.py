@@ -3,6 +3,7 @@ in the log, under its own seq, so that its model goes on."""
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import Any
 
@@ -115,7 +116,7 @@ def _stops(stop: str | list[str | int] | None) -> tuple[tuple[int, ...], ...]:
 # --- requests, protobuf ---------------------------------------------------------------------------------------------
 
 
-MOST_DENSE = 4_000_000  # values of a tensor that came sparse
+MOST_DENSE = 4_000_000  # values of a request's tensors that came sparse
 
 
 def decompressed(body: bytes, encoding: str, most_bytes: int) -> bytes:
@@ -152,6 +153,9 @@ def forward_body(message: Any) -> Forward:
     if texts:
         raise BadBody(f"loss_fn_config {texts} of text")
     config = config or dict(message.loss_fn_config)
+    sparse = sum(_size(tensor) for datum in message.data for tensor in datum.loss_fn_inputs.values() if _is_sparse(tensor))
+    if sparse > MOST_DENSE:
+        raise BadBody(f"sparse tensors of {sparse} values in all, at most {MOST_DENSE} are taken")
     return Forward(tuple(_datum(datum, index) for index, datum in enumerate(message.data)), message.loss_fn, config)
 
 
@@ -165,24 +169,34 @@ def _datum(datum: Any, index: int) -> Datum:
 
 def _tensor(tensor: Any, what: str) -> Tensor:
     shape, dtype = tuple(tensor.shape), wire.DTYPES.get(tensor.dtype, "unspecified")
-    data = _dense(tensor.sparse_csr, shape, dtype, what) if tensor.WhichOneof("layout") == "sparse_csr" else tensor.dense
+    data = _dense(tensor.sparse_csr, shape, dtype, what) if _is_sparse(tensor) else tensor.dense
     return Tensor(dtype, shape[:1] if len(shape) == 2 and shape[1] == 1 else shape, data)
 
 
+def _is_sparse(tensor: Any) -> bool:
+    return bool(tensor.WhichOneof("layout") == "sparse_csr")
+
+
+def _size(tensor: Any) -> int:
+    """Values once it is dense; an absurd shape counts as too many."""
+    shape = tuple(tensor.shape)
+    return math.prod(shape) if all(0 < size <= MOST_DENSE for size in shape) else MOST_DENSE + 1
+
+
 def _dense(csr: Any, shape: tuple[int, ...], dtype: str, what: str) -> bytes:
-    """Of compressed sparse rows. Raises `BadBody`, before it makes anything larger than `MOST_DENSE` values of it."""
-    if dtype not in ("float32", "int64") or len(shape) != 2 or not 0 <= shape[0] * shape[1] <= MOST_DENSE:
+    """Of compressed sparse rows, whose parts are held against each other before anything is made of them. Raises `BadBody`."""
+    if dtype not in ("float32", "int64") or len(shape) != 2:
         raise BadBody(f"{what}: a sparse tensor of shape {list(shape)} and dtype {dtype}")
     try:
         starts, columns = (np.frombuffer(data, "<i8") for data in (csr.crow_indices, csr.col_indices))
         values = np.frombuffer(csr.values, {"float32": "<f4", "int64": "<i8"}[dtype])
-        rows = np.repeat(np.arange(shape[0]), np.diff(starts))
-        if starts[0] != 0 or not len(rows) == len(columns) == len(values) or (columns < 0).any():
-            raise ValueError("its parts do not fit each other")
-        dense = np.zeros(shape, values.dtype)
-        dense[rows, columns] = values
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise BadBody(f"{what}: no sparse tensor: {error}") from error
+    ends_fit = len(starts) == shape[0] + 1 and starts[0] == 0 and starts[-1] == len(columns) == len(values)
+    if not ends_fit or (np.diff(starts) < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
+        raise BadBody(f"{what}: no sparse tensor: its parts do not fit each other")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     return dense.tobytes()
 
 

@@ -50,6 +50,10 @@ class StandIn:
         self.asleep = False
         return Response()
 
+    async def models(self, request: Request) -> Response:
+        data = [{"id": name, "object": "model", "parent": "base" if digest else None} for name, digest in self.adapters.items()]
+        return JSONResponse({"object": "list", "data": data})
+
     async def is_sleeping(self, request: Request) -> Response:
         return JSONResponse({"is_sleeping": self.asleep})
 
@@ -254,6 +258,7 @@ def main(port: int) -> None:
         Route("/v1/completions", standin.awake(standin.completions), methods=["POST"]),
         Route("/sleep", standin.sleep, methods=["POST"]),
         Route("/wake_up", standin.wake, methods=["POST"]),
+        Route("/v1/models", standin.models, methods=["GET"]),
         Route("/is_sleeping", standin.is_sleeping, methods=["GET"]),
         Route("/load_lora_adapter", standin.load_sglang, methods=["POST"]),
         Route("/unload_lora_adapter", standin.unload_sglang, methods=["POST"]),

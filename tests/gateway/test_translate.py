@@ -55,13 +55,25 @@ def csr(values: list[float], starts: list[int], columns: list[int], shape: list[
         csr([1.0, 2.0], [0, 1], [0], [1, 2]),  # more values than columns
         csr([], [], [], [1, 2]),
         csr([1.0], [0, 1], [0], [2**31, 2**31]),  # what would be made of it is too large
+        csr([1.0], [0, 1], [0], [2**33, 0]),
+        csr([1.0], [0, 2**40], [0], [1, 2]),  # rows that would be as many as that
         csr([1.0], [0, 1], [0], [2]),
         csr([1.0], [0, 1], [0], [1, 2], dtype=4),
     ],
 )
 def test_a_sparse_tensor_that_is_none_is_refused(broken):
-    with pytest.raises(BadBody, match="weights of datum 0"):
+    with pytest.raises(BadBody, match=r"weights of datum 0|values in all"):
         translate.forward_body(broken)
+
+
+def test_sparse_tensors_are_bounded_in_sum():
+    message = csr([], [0] * 2001, [], [2000, 256])
+    for _ in range(7):
+        message.data.append(message.data[0])
+    with pytest.raises(BadBody, match="4096000 values in all"):
+        translate.forward_body(message)
+    del message.data[1:]
+    assert len(translate.forward_body(message).data[0].inputs["weights"].data) == 4 * 2000 * 256
 
 
 def test_logprobs_of_several_targets_are_told_in_their_shape():

@@ -11,6 +11,7 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 import redis
 
@@ -29,7 +30,7 @@ from state.log import Commit
 from state.memory_log import MemoryLog
 from state.redis_log import RedisLog
 from state.requests import Forward, Op, encode_body
-from workers.simulated import SimulatedEngine, SimulatedGroup
+from workers.simulated import SIMULATED_SPEC, SimulatedEngine, SimulatedGroup
 
 pytestmark = pytest.mark.anyio
 _fleet = itertools.count()
@@ -97,7 +98,8 @@ async def test_samples_that_wait_together_are_computed_together(server, fleet, t
     real = SimulatedEngine.sample
     monkeypatch.setattr(SimulatedEngine, "sample", lambda self, bodies: calls.append(len(bodies)) or real(self, bodies))
     store = RedisLog.connect(server.url, fleet)
-    group = SimulatedGroup("main", cost_us={Op.FORWARD_BACKWARD: 300_000}, sleep=True)
+    spec = msgspec.structs.replace(SIMULATED_SPEC, sample_rows=3)
+    group = SimulatedGroup("main", spec, cost_us={Op.FORWARD_BACKWARD: 300_000}, sleep=True)
     async with daemon(store, data_dir=tmp_path, group=group), Producer.connect(server.url, fleet=fleet, tenant="ada") as hotdesk:
         poet = await hotdesk.create_adapter("poet", rank=4, seed=1)
         alone = [await (await poet.sample([1, 2], max_tokens=3, seed=number)) for number in range(5)]
@@ -105,7 +107,7 @@ async def test_samples_that_wait_together_are_computed_together(server, fleet, t
         sampled = [await poet.sample([1, 2], max_tokens=3, seed=number) for number in range(5)]
         await trained
         assert [await one for one in sampled] == alone
-    assert calls == [1] * 5 + [5]
+    assert calls == [1] * 5 + [3, 2]
     await verified(store, tmp_path)
     await store.close()
 

@@ -208,11 +208,10 @@ def test_a_turn_is_worth_its_switch():
     assert sum(row[2] for row in rows) / sum(row[1] for row in rows) < 0.12, "10 switches' worth a turn: a tenth goes to switching"
 
 
-@pytest.mark.parametrize(("rows", "sampled"), [(8, 2), (1, 1)])
-def test_a_turn_of_samples_fills_the_rows_that_are_computed_together(rows, sampled):
-    bench = Synchronous(
-        Settings("fair", turn_least_us=5_000, turn_switches=1.0), spec=msgspec.structs.replace(SIMULATED_SPEC, sample_rows=rows)
-    )
+@pytest.mark.parametrize(("rows", "places", "sampled"), [(8, 2000, 2), (8, 1000, 1), (1, 2000, 1)])
+def test_a_turn_of_samples_fills_the_rows_that_are_computed_together(rows, places, sampled):
+    spec = msgspec.structs.replace(SIMULATED_SPEC, sample_rows=rows, sample_tokens=places)
+    bench = Synchronous(Settings("fair", turn_least_us=5_000, turn_switches=1.0), spec=spec)
     bench.cost_us = lambda call: cost_us(bench, call)
     bench.create("a")
     bench.send("a", "poet", 1, Op.SAMPLE, Sample(int32([1]), max_tokens=200))

@@ -7,11 +7,14 @@ import uuid
 from types import SimpleNamespace
 
 import anyio
+import httpx
+import msgspec
+import numpy as np
 import pytest
 
 from state.errors import WorkerFailed
 from state.events import StepKind
-from state.requests import Op, Sample
+from state.requests import Op, Sample, Tensor
 from tests.gateway.running import StandInEngine, free_port
 from tests.harness import int32
 from tests.workers.conformance import PROMPT, Conformance, code
@@ -76,7 +79,7 @@ def test_a_name_that_outlives_a_sleep_would_be_another_adapter(device, standin, 
     """The partner: names that are used again, of adapters that stay loaded."""
 
     async def stays(engine, name):
-        engine._paths.pop(name)
+        engine._paths.pop(name, None)
 
     unload = InferenceEngine.unload
     monkeypatch.setattr(InferenceEngine, "unload", stays)
@@ -89,6 +92,60 @@ def test_a_name_that_outlives_a_sleep_would_be_another_adapter(device, standin, 
     standin.start()
     standin.standin()
     device.apply.__self__.engine.sleep_sampler()
+
+
+def test_an_engine_that_comes_back_awake_is_put_to_sleep_before_the_device_is_used(device, standin):
+    device.create("t/a", 1)
+    device.give_away()
+    device.ok(StepKind.SLEEP_SAMPLER)
+    standin.kill()
+    standin.start()
+    assert not standin.standin()["asleep"]
+    device.ok(StepKind.BACKLOAD, parts=("weights", "grads", "optimizer"))
+    assert standin.standin()["asleep"]
+
+
+def test_nothing_of_what_was_published_stays(device, standin, hosted):
+    """Neither on disk, nor in the engine, where an earlier process may have left something."""
+    engine = hosted.machine.engine
+    device.create("t/a", 1)
+    device.give_away()
+    device.sample("t/a")
+    assert len(list(engine.published.iterdir())) == 1
+    device.sample("t/a", 2)
+    [path] = engine.published.iterdir()
+    httpx.post(f"{standin.url}/v1/load_lora_adapter", json={"lora_name": "left", "lora_path": str(path)}).raise_for_status()
+    device.take_back("t/a")
+    assert not engine.published.exists()
+    assert standin.standin()["adapters"] == ["base"]
+
+
+def test_what_no_engine_understands_is_refused(device):
+    device.create("t/a", 1)
+    device.give_away()
+    device.ok(StepKind.PUBLISH, "t/a", version=1)
+    stops = Sample(int32([1]), max_tokens=2, stop=((3, 4),))
+    assert code(device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=stops)) == "BadBody"
+    narrow = device.run("t/a", Op.SAMPLE, PROMPT)
+    wide = Tensor("int64", (3,), np.asarray([1, 2, 3], "<i8").tobytes())
+    assert device.run("t/a", Op.SAMPLE, msgspec.structs.replace(PROMPT, prompt=wide)) == narrow
+    device.take_back("t/a")
+
+
+def test_an_engine_that_takes_too_long_is_told_before_the_step_is_lost(device, standin, hosted, monkeypatch):
+    device.create("t/a", 1)
+    device.give_away()
+    device.ok(StepKind.PUBLISH, "t/a", version=1)
+    monkeypatch.setattr(hosted.machine.engine, "most_s", 0.2)
+    standin.standin(delay_s=1.0)
+    outcome = device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=PROMPT)
+    standin.standin(delay_s=0.0)
+    assert code(outcome) == "WorkerFailed"
+    assert "took longer than" in outcome.error.message
+    monkeypatch.undo()
+    while standin.standin()["running"]:
+        pass
+    device.take_back("t/a")
 
 
 def test_samples_that_wait_together_are_asked_for_at_once_within_the_bound(device, standin):

@@ -92,6 +92,23 @@ def test_a_cache_that_does_not_fit_says_what_to_lower(device, monkeypatch):
     device.take_back("t/a")
 
 
+def test_over_more_than_two_ranks_each_request_is_computed_alone(device, monkeypatch):
+    """A ring adds the parts of a batch in different orders, so that bits depend on the place in it."""
+    device.create("t/a", 1)
+    device.give_away()
+    device.ok(StepKind.PUBLISH, "t/a", version=1)
+    batches = []
+    run = _Batch.run
+    monkeypatch.setattr(_Batch, "run", lambda batch, rows, prompts: batches.append(len(rows)) or run(batch, rows, prompts))
+    sampler = device.apply.__self__.engine.sampler
+    asked = [Sample(int32([1]), num_samples=count, max_tokens=2) for count in (1, 3, 2)]
+    together = sampler.sample(asked)
+    monkeypatch.setattr(sampler, "together", False)
+    assert sampler.sample(asked) == together
+    assert batches == [6, 1, 3, 2]
+    device.take_back("t/a")
+
+
 def drawn_beside(device, seed, prompts=1) -> tuple[list, list, list]:
     """Random requests to a random adapter, computed alone, together, and together in another order."""
     print("seed", seed)

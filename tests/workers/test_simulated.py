@@ -47,7 +47,8 @@ def test_of_samples_computed_together_one_that_fails_fails_alone(monkeypatch):
 
     device, _ = sampling(monkeypatch, sample)
     first = device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(1), ahead=(asked(2), asked(3)))
-    codes = [code(first), *(code(device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(number))) for number in (2, 3))]
+    others = [device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(number), after=device.last) for number in (2, 3)]
+    codes = [code(first), *map(code, others)]
     assert codes == ["", "WorkerFailed", ""]
     assert calls == [3], "computed once, and each told in its own step"
 
@@ -65,6 +66,19 @@ def test_samples_that_are_too_many_at_once_are_computed_one_by_one(monkeypatch):
     device.run("t/a", Op.SAMPLE, asked(1), ahead=(asked(2),))
     device.run("t/a", Op.SAMPLE, asked(2))
     assert calls == [2, 1, 1]
+
+
+def test_a_publish_that_fails_leaves_nothing_published(monkeypatch):
+    device, engine = sampling(monkeypatch, lambda real, bodies: real(bodies))
+
+    def publish(adapter):
+        raise WorkerFailed("planted")
+
+    device.create("t/b", 2)
+    monkeypatch.setattr(engine, "publish", publish)
+    outcome = device.do(StepKind.PUBLISH, "t/b", version=1)
+    assert (code(outcome), outcome.facts.published) == ("WorkerFailed", "")
+    assert code(device.do(StepKind.EXECUTE, "t/a", op=Op.SAMPLE, body=asked(1))) == "WrongLive"
 
 
 def test_what_samples_cost_together_is_told_in_equal_parts(monkeypatch):

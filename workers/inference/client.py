@@ -35,6 +35,17 @@ class Asleep(msgspec.Struct):
     is_sleeping: bool
 
 
+class Model(msgspec.Struct):
+    """`parent`: of an adapter, the base model's name."""
+
+    id: str
+    parent: str | None = None
+
+
+class Models(msgspec.Struct):
+    data: list[Model]
+
+
 class InferenceEngine:
     """One process's connections to it. Names of adapters are the caller's; a name means one version for ever."""
 
@@ -65,7 +76,7 @@ class InferenceEngine:
         """Gives the device back, with nothing left loaded. Idempotent."""
         if await self._is_asleep():
             return
-        for name in self.loaded:
+        for name in {*self.loaded, *await self._listed()}:
             await self.unload(name)
         await self._fall(self.dialect.sleep, asleep=True)
 
@@ -74,6 +85,13 @@ class InferenceEngine:
         if await self._is_asleep():
             self._paths.clear()
             await self._fall(self.dialect.wake, asleep=False)
+
+    async def _listed(self) -> set[str]:
+        """Adapters that the engine has, of earlier processes as well."""
+        answer = await self._ask("GET", self.dialect.models)
+        if answer.status_code != 200:
+            raise WorkerFailed(f"the engine does not list its models: {answer.status_code} {answer.text[:WORDS]}")
+        return {model.id for model in msgspec.json.decode(answer.content, type=Models).data if model.parent is not None}
 
     async def _fall(self, route: str, *, asleep: bool) -> None:
         answer = await self._ask("POST", route)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from state.errors import WorkerFailed
+from state.errors import BadBody, WorkerFailed
 from state.requests import NO_LOGPROB, Sample, SampleResult, Sequence, Tensor, TopK
 
 
@@ -30,6 +30,7 @@ class Dialect(Protocol):
     sleep: str  # gives the device's memory back, and `wake` takes it again; empty where it cannot be asked which of the two it did last
     wake: str
     asleep: str
+    models: str
     way_out: str  # where its answer cannot be read
 
     def is_loaded(self, said: Said) -> bool:
@@ -78,6 +79,7 @@ class Completion(msgspec.Struct):
 class VLLM:
     load, unload, sample = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
     sleep, wake, asleep = "/sleep?level=1", "/wake_up", "/is_sleeping"  # level 1: the base weights stay in the host's memory
+    models = "/v1/models"
     way_out = "it must know return_token_ids and return_tokens_as_token_ids (vLLM >= 0.10.2)"
 
     def is_loaded(self, said: Said) -> bool:
@@ -99,7 +101,7 @@ class VLLM:
             "top_p": asked.top_p,
             "top_k": asked.top_k,
             "seed": asked.seed,
-            "stop_token_ids": [token for stop in asked.stop for token in stop],
+            "stop_token_ids": stop_tokens(asked),
             "ignore_eos": asked.ignore_eos,
             "logprobs": asked.topk_sample_logprobs,
             "return_token_ids": True,
@@ -153,7 +155,7 @@ class Generated(msgspec.Struct):
 
 class SGLang:
     load, unload, sample = "/load_lora_adapter", "/unload_lora_adapter", "/generate"
-    sleep = wake = asleep = ""
+    sleep = wake = asleep = models = ""
     way_out = "it must be an SGLang server, started with --enable-lora"
 
     def is_loaded(self, said: Said) -> bool:
@@ -172,7 +174,7 @@ class SGLang:
             "top_p": asked.top_p,
             "top_k": asked.top_k if asked.top_k > 0 else -1,
             "max_new_tokens": asked.max_tokens,
-            "stop_token_ids": [token for stop in asked.stop for token in stop],
+            "stop_token_ids": stop_tokens(asked),
             "ignore_eos": asked.ignore_eos,
         }
         wants_prompt = asked.prompt_logprobs or asked.topk_prompt_logprobs
@@ -217,7 +219,14 @@ def parsed(dialect: Dialect, content: bytes, asked: Sample) -> SampleResult:
 
 
 def tokens_of(tensor: Tensor) -> list[int]:
-    return np.frombuffer(tensor.data, "<i4").tolist()  # type: ignore[no-any-return]
+    return np.frombuffer(tensor.data, "<i8" if tensor.dtype == "int64" else "<i4").tolist()  # type: ignore[no-any-return]
+
+
+def stop_tokens(asked: Sample) -> list[int]:
+    """Raises `BadBody` for stops that are no single tokens: engines take words for those, and have a tokenizer of their own."""
+    if any(len(stop) != 1 for stop in asked.stop):
+        raise BadBody("a stop of several tokens: the engine that samples here knows single ones")
+    return [stop[0] for stop in asked.stop]
 
 
 def _best_first(cells: Any) -> list[tuple[int, float]]:

@@ -110,9 +110,10 @@ class Repeated:
         """`left`: so many calls are still to come, this one included."""
         self.done += 1
         if self.graph is None and self.done > 1 and self.captures and left >= GRAPH_FROM:  # the first call loads what is loaded lazily
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.step()
+            self.graph = graph
         if self.graph is not None:
             self.graph.replay()
         else:

@@ -135,7 +135,8 @@ class MegatronEngine:
             device_slots=self.device_slots_most,
             host_slots=self.arena.states.count,
             max_adapters=config.max_adapters,
-            sample_rows=self.sampler.rows,
+            sample_rows=self.sampler.rows if self.sampler.together else 1,
+            sample_tokens=self.sampler.tokens,
             kin=config.kin(self._arithmetic(), checkpoints.storage_id(root)),
         )
 
@@ -163,7 +164,9 @@ class MegatronEngine:
             parameter.requires_grad_(False)
         on_gpu = self.device.type == "cuda"
         rows = self.config.sample_rows or (64 if on_gpu else 8)
-        return Sampler(model, base, lora, self.device, rows=rows, tokens=self.config.sample_tokens, prompts=8 if on_gpu else 1)
+        return Sampler(
+            model, base, lora, self.device, rows=rows, tokens=self.config.sample_tokens, prompts=8 if on_gpu else 1, ranks=self.config.tp
+        )
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
@@ -569,12 +572,14 @@ class MegatronEngine:
         return shards.combine(self._gather_world(own))
 
     def sample(self, bodies: Sequence[Sample]) -> list[SampleResult | HotdeskError]:
-        try:
-            return self.sampler.sample(bodies)
-        except torch.OutOfMemoryError as error:
-            self.sampler.forget()
-            words = str(error).splitlines()[0]
-            raise WorkerFailed(f"sampling does not fit on the device: {words}", way_out="lower the group's sample_tokens") from error
+        def sample() -> list[SampleResult | HotdeskError]:
+            try:
+                return self.sampler.sample(bodies)
+            except torch.OutOfMemoryError as error:
+                words = str(error).splitlines()[0]
+                raise WorkerFailed(f"sampling does not fit on the device: {words}", way_out="lower the group's sample_tokens") from error
+
+        return self._together(sample)  # type: ignore[no-any-return]
 
     def _restore_rng(self) -> None:
         if self.config.model.dropout and self.bound is not None and self.bound.rng is not None:
@@ -733,16 +738,18 @@ class MegatronEngine:
             result, failure = None, error.info
         except OSError as error:
             result, failure = None, WorkerFailed(f"disk: {error}").info
+        except Exception as error:
+            result, failure = None, WorkerFailed(f"{type(error).__name__}: {error}").info
         for other in self._gather_world(failure):
             if other is not None:
                 raise error_from(other)
         return result
 
     def _gather_world(self, value: Any) -> list[Any]:
-        return _all_gather(value, dist.get_world_size(), None)
+        return all_gather(value, dist.get_world_size(), None)
 
     def _gather_dp(self, value: Any) -> list[Any]:
-        return _all_gather(value, self.dp, parallel_state.get_data_parallel_group())
+        return all_gather(value, self.dp, parallel_state.get_data_parallel_group())
 
     # --- gauges ---------------------------------------------------------------------------------------------------
 
@@ -761,7 +768,7 @@ class MegatronEngine:
         return moved
 
 
-def _all_gather(value: Any, size: int, group: Any) -> list[Any]:
+def all_gather(value: Any, size: int, group: Any) -> list[Any]:
     if size == 1:
         return [value]
     everyone: list[Any] = [None] * size

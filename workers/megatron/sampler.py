@@ -37,7 +37,9 @@ class Shape(NamedTuple):
 class Sampler:
     """`base`, `lora`: flat storages of the frozen parameters and of the adapter's weights, laid out as the trainer's. `rows`: sequences
     computed side by side, fewer where they are so long that the cache would have more than `tokens` positions. `prompts`: that are read
-    side by side, as long as the next power of two; 1 where that would gain nothing, and each is read at its own length."""
+    side by side, as long as the next power of two; 1 where that would gain nothing, and each is read at its own length. `ranks`: that sums
+    go over; of more than two a ring adds each part of a batch in another order, so that bits depend on the place in it, and each request is
+    computed alone."""
 
     def __init__(
         self,
@@ -48,8 +50,10 @@ class Sampler:
         rows: int,
         tokens: int,
         prompts: int,
+        ranks: int,
     ) -> None:
         self.model = model.eval()
+        self.together = ranks <= 2
         self.base, self.lora = base, lora
         self.device = device
         self.rows, self.tokens, self.prompts = rows, tokens, prompts
@@ -70,6 +74,14 @@ class Sampler:
     def sample(self, requests: Many[Sample]) -> list[SampleResult | HotdeskError]:
         """`num_samples` continuations of each prompt, computed side by side where their shape is the same. Logprobs are those of the
         distribution at temperature 1, before top-k and top-p."""
+        try:
+            parts = [requests] if self.together else [[one] for one in requests]
+            return [result for part in parts for result in self._sample(part)]
+        except Exception:
+            self.forget()  # whatever it was, the next batch begins anew
+            raise
+
+    def _sample(self, requests: Many[Sample]) -> list[SampleResult | HotdeskError]:
         drawn: dict[tuple[int, int], Sequence | None] = {}
         waiting: dict[Shape, list[_Row]] = {}
         for number, request in enumerate(requests):
