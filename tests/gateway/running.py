@@ -66,9 +66,9 @@ class Process:
 
 
 class StandInEngine(Process):
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, device_bytes: int = 0) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        super().__init__("tests.gateway.standin_engine", port)
+        super().__init__("tests.gateway.standin_engine", port, device_bytes)
 
     def standin(self, **settings: object) -> dict:
         """Sets faults, and tells what was seen."""

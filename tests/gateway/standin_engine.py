@@ -1,12 +1,13 @@
 """A stand-in for an external engine, where none can run: no weights of a served model exist here, and no accelerator.
 
-python -m tests.gateway.standin_engine PORT
+python -m tests.gateway.standin_engine PORT [DEVICE-BYTES]
 
 What stands in is the model: the next token's logits are drawn from a hash of the adapter's files and of the tokens before it. The protocols
 are vLLM's (adapters are loaded and unloaded by name and path, an unknown model is 404, a name twice is 400, completions take and give
 token ids) and SGLang's (`/generate`, whose requests name the adapter; what is not loaded is 400 with words). `/standin` sets faults and
 tells what was seen. It sleeps as vLLM does; what was loaded before is another adapter afterwards, as has been reported of one version,
-and a call that a sleeping engine cannot serve is an error that is remembered.
+and a call that a sleeping engine cannot serve is an error that is remembered. With DEVICE-BYTES it holds so much of
+a GPU while it is awake.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ VOCABULARY, LONGEST, MOST_LOGPROBS, EOS = 64, 64, 20, 1
 
 
 class StandIn:
-    def __init__(self) -> None:
+    def __init__(self, device_bytes: int) -> None:
+        self.device_bytes, self.held = device_bytes, None
+        self.take()
         self.adapters: dict[str, str] = {"base": ""}
         self.delay_s = 0.0
         self.fault, self.faults_left = 0, 0
@@ -39,14 +42,32 @@ class StandIn:
         self.asleep = False
         self.disturbed = 0  # calls that came while it slept
 
+    def take(self) -> None:
+        if self.device_bytes:
+            import torch
+
+            self.held = torch.empty(self.device_bytes, dtype=torch.uint8, device="cuda")
+
+    def give(self) -> None:
+        if self.device_bytes:
+            import torch
+
+            self.held = None
+            torch.cuda.empty_cache()
+
     async def sleep(self, request: Request) -> Response:
         self.seen.append(f"sleep with {len(self.adapters) - 1} loaded")
         self.adapters = {name: f"broken {digest}" if digest else "" for name, digest in self.adapters.items()}
         self.asleep = True
+        self.give()
         return Response()
 
     async def wake(self, request: Request) -> Response:
         self.seen.append("wake")
+        try:
+            self.take()
+        except RuntimeError as fault:
+            return error(500, "InternalServerError", str(fault))
         self.asleep = False
         return Response()
 
@@ -250,8 +271,8 @@ def error(status: int, kind: str, words: str) -> JSONResponse:
     return JSONResponse({"error": {"message": words, "type": kind, "param": None, "code": status}}, status)
 
 
-def main(port: int) -> None:
-    standin = StandIn()
+def main(port: int, device_bytes: int = 0) -> None:
+    standin = StandIn(device_bytes)
     routes = [
         Route("/v1/load_lora_adapter", standin.awake(standin.load), methods=["POST"]),
         Route("/v1/unload_lora_adapter", standin.awake(standin.unload), methods=["POST"]),
@@ -269,4 +290,4 @@ def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

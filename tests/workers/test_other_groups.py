@@ -1,13 +1,19 @@
-"""What needs a Megatron group built otherwise: dropout, another largest rank."""
+"""What needs a Megatron group built otherwise: dropout, another largest rank, an engine that leaves it little of a GPU."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
+import torch
 
+from state.events import StepKind
+from state.residency import ALL_PARTS
+from tests.gateway.running import StandInEngine, free_port
 from tests.workers.conformance import Device
 from tests.workers.megatron_rank import SMALL, group, rank
 from tests.workers.test_megatron import fresh_device
+from workers.group_config import EngineConfig
 
 
 def test_an_adapters_randomness_is_its_own():
@@ -61,3 +67,38 @@ def test_an_adapter_in_a_larger_group_equals_one_in_a_group_of_its_own_rank():
     for name, weights in own.items():
         rows = padded[name][:4] if ".lora_a." in name else padded[name][:, :4]
         assert np.allclose(weights.cpu().numpy(), rows.cpu().numpy(), atol=1e-5), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_an_engine_gets_the_memory_that_training_had_and_training_gets_it_back(monkeypatch, gives_back):
+    """What training leaves in its allocator's cache is more than the engine leaves free."""
+    whole = torch.cuda.mem_get_info()[1]
+    standin = StandInEngine(free_port(), whole * 9 // 10)
+    try:
+        standin.standin()
+        made = rank(group(engine=EngineConfig(standin.url, "base", patience_s=20.0)))
+        try:
+            device = fresh_device(made)
+            device.create("t/a", 1)
+            device.swap("t/a")
+            control = device.train("t/a", 1)
+            if not gives_back:
+                monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+            torch.empty(whole // 4, dtype=torch.uint8, device="cuda")
+            device.ok(StepKind.PARK, "t/a")
+            device.ok(StepKind.OFFLOAD, parts=ALL_PARTS)
+            assert (device.do(StepKind.WAKE_SAMPLER).error is None) == gives_back
+            if gives_back:
+                device.sample("t/a")
+                device.take_back("t/a")
+                again = fresh_device(made)
+                again.create("t/a", 1)
+                again.swap("t/a")
+                assert again.train("t/a", 1) == control
+        finally:
+            monkeypatch.undo()
+            made.leave()
+    finally:
+        standin.kill()
+        torch.cuda.empty_cache()
