@@ -8,6 +8,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -153,23 +154,26 @@ class Gateway:
         if now - self._began_ms < 1000 * self.config.session_timeout_s:
             silent_before = 0  # nobody could send a beat while no gateway ran: only those that ended
         for tenant, session_id in await self.catalog.silent(silent_before):
-            self._begin(tenant, session_id, Desk.close_session)
+            self._begin(tenant, session_id, partial(self._at_desk, tenant, Desk.close_session, session_id))
         for tenant, version in await self.catalog.unused(int(now - 1000 * self.config.sampler_idle_s)):
-            self._begin(tenant, version, Desk.release)
+            self._begin(tenant, version, partial(self._at_desk, tenant, Desk.release, version))
         for tenant, desk in list(self._desks.items()):
             desk.answers.reclaim()
-            self._begin(tenant, "expire", lambda desk, _: desk.expire())
+            self._begin(tenant, "expire", desk.expire)
             if not desk.answers.open and anyio.current_time() - desk.used_at > self.config.answer_kept_s:
                 self._scopes[tenant].cancel()
 
-    def _begin(self, tenant: str, name: str, act: Callable[[Desk, str], Awaitable[None]]) -> None:
+    async def _at_desk(self, tenant: str, act: Callable[[Desk, str], Awaitable[None]], name: str) -> None:
+        await act(await self.desk(tenant), name)
+
+    def _begin(self, tenant: str, name: str, act: Callable[[], Awaitable[None]]) -> None:
         """Once at a time, and beside the others: one that has to wait, or fails, holds nobody up."""
         if (tenant, name) in self._ending:
             return
 
         async def run() -> None:
             try:
-                await act(await self.desk(tenant), name)
+                await act()
             except (RedisError, OSError, HotdeskError) as error:
                 log.warning("sweep_failed", tenant=tenant, name=name, error=str(error), detail="tried again")
             finally:
