@@ -445,8 +445,8 @@ class Daemon:
         bodies: list[bytes] = []
         for step in takewhile(lambda step: _samples(step) and step.adapter == first.adapter, others):
             together.append(dispatch.requests[step.request_id])
-            body = await self._body(together[-1])
-            if body is None or not fit_together(spec, together):
+            body = await self._body(together[-1]) if fit_together(spec, together) else None
+            if body is None:
                 break
             bodies.append(body)
         return tuple(bodies)
