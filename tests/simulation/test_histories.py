@@ -24,7 +24,7 @@ from state import memory_log
 from state.events import Settings, StepFinished, StepKind
 from workers.contract import Gate
 
-IN_CI, CHUNK = 1000, 50
+IN_CI, CHUNK = 800, 50
 #: Histories that broke something once. What broke has tests of its own; a seed decides another history once programs change.
 FOUND = (5, 9, 188, 289, 487, 533, 637, 693, 928, 1074, 1719, 10181)
 
