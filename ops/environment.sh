@@ -27,9 +27,10 @@ if [ ! -e "$STAMP" ]; then
         "$BASE" -m venv "$ROOT/.venv"
     fi
     echo "hotdesk: installing pinned dependencies (a minute or two, once) ..."
-    # torch first: a plain request for it by another package could pick another build
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c ops/constraints.txt torch 2> >(grep -v '^WARNING: Location' >&2)
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c ops/constraints.txt -e ".[$EXTRAS]" 2> >(grep -v '^WARNING: Location' >&2)
+    # torch first: a plain request for it by another package could pick another build. Not compiled: what is imported is, when it first is,
+    # and that is a small part of it.
+    "$PYTHON" -m pip install --no-compile --quiet --disable-pip-version-check -c ops/constraints.txt torch 2> >(grep -v '^WARNING: Location' >&2)
+    "$PYTHON" -m pip install --no-compile --quiet --disable-pip-version-check -c ops/constraints.txt -e ".[$EXTRAS]" 2> >(grep -v '^WARNING: Location' >&2)
     touch "$STAMP"
 fi
 export RAY_USAGE_STATS_ENABLED=0
