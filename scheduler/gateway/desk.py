@@ -173,7 +173,7 @@ class Desk:
         except UnknownAdapter:
             pass  # freed before, or never made
         for checkpoint in await self.catalog.all(self.tenant, Checkpoint):
-            if checkpoint.model_id == run.model_id and checkpoint.name.startswith((UNNAMED, INFLIGHT)):
+            if checkpoint.model_id == run.model_id and is_unnamed(checkpoint):
                 await self._forget(checkpoint)
         await self.catalog.put(self.tenant, run.model_id, msgspec.structs.replace(run, ended=True))
         self._runs.pop(run.model_id, None)
@@ -337,7 +337,7 @@ class Desk:
     async def _saved(self, request_id: str, error: Exception | None) -> None:
         if error is None:
             for checkpoint in await self.catalog.being_saved(self.tenant):
-                if checkpoint.request_id == request_id and checkpoint.name.startswith(INFLIGHT):
+                if checkpoint.request_id == request_id and is_unnamed(checkpoint) and checkpoint.name.startswith(INFLIGHT):
                     await self._follow(checkpoint)
         await self.catalog.saved(self.tenant, request_id, well=error is None)
 
@@ -371,7 +371,7 @@ class Desk:
     async def checkpoints(self) -> Sequence[Checkpoint]:
         """Those that are there and have a name, the newest first."""
         await self._settle_saves()
-        found = [one for one in await self.catalog.all(self.tenant, Checkpoint) if not one.name.startswith((UNNAMED, INFLIGHT))]
+        found = [one for one in await self.catalog.all(self.tenant, Checkpoint) if not is_unnamed(one)]
         return sorted(found, key=lambda one: -one.created_ms)
 
     async def _settle_saves(self) -> None:
@@ -412,7 +412,7 @@ class Desk:
                 await self.catalog.put(self.tenant, checkpoint.path, msgspec.structs.replace(checkpoint, expires_ms=0))
                 await self._forget(checkpoint)
                 log.info("checkpoint_expired", tenant=self.tenant, path=checkpoint.path)
-            elif checkpoint.name.startswith((UNNAMED, INFLIGHT)):
+            elif is_unnamed(checkpoint):
                 unnamed.setdefault((checkpoint.model_id, checkpoint.name.partition(".")[0]), []).append(checkpoint)
         for those in unnamed.values():
             newest_first = sorted(those, key=lambda one: -int(one.name.partition(".")[2]))
@@ -556,6 +556,11 @@ def model_of(adapter: str) -> str:
 
 def path_of(model_id: str, kind: str, name: str) -> str:
     return f"tinker://{model_id}/{kind}/{name}"
+
+
+def is_unnamed(checkpoint: Checkpoint) -> bool:
+    """Whether it was saved for a sampler and given no name. A training checkpoint is its tenant's, whatever it is called."""
+    return checkpoint.kind == SAMPLER_WEIGHTS and checkpoint.name.startswith((UNNAMED, INFLIGHT))
 
 
 def sampler_of(checkpoint: Checkpoint) -> str:

@@ -296,6 +296,9 @@ def test_unnamed_checkpoints_of_a_model_are_bounded_and_those_in_use_stay(runnin
     for number in range(7):
         samplers.append(saved_sampler(ada, model, number + 1))
         sampled(ada, sample(ada, samplers[0], number))
+    mine = [f"unnamed.{seq}" for seq in range(8, 12)]  # of training, and called so by the tenant: theirs to delete
+    for seq, name in enumerate(mine, 8):
+        ada.result(ada.ok("save_weights", model_id=model, seq_id=seq, path=name)["request_id"])
 
     def names() -> set[str]:
         return {path.name for path in running.directory.glob(f"adapters/*/{session}-0/sampler_weights/*")}
@@ -308,6 +311,8 @@ def test_unnamed_checkpoints_of_a_model_are_bounded_and_those_in_use_stay(runnin
         time.sleep(0.2)
     assert sample(ada, samplers[1], 0).status_code == 404
     sampled(ada, sample(ada, samplers[4], 0))
+    listed = ada.http.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
+    assert sorted(one["checkpoint_id"] for one in listed) == sorted(f"weights/{name}" for name in mine)
 
 
 def test_what_is_another_tenants_does_not_exist(ada, brook):
