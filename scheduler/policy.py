@@ -159,8 +159,8 @@ class Fair:
             cost = group.queue.costs.get(request.op)
             known = cost is not None and cost.work > 0
             full = sum_us >= worth_us or (not known and len(requests) >= fleet.settings.turn_requests)
-            beside = request.sequences and fit_together(group.spec, [*requests, request])  # computed with them, for next to nothing
-            if requests and full and not beside:
+            # a sample that fits beside those before it is computed with them, for next to nothing
+            if requests and full and not (request.sequences and fit_together(group.spec, [*requests, request])):
                 break
             requests.append(request)
             sum_us += cost.of(request.work) if cost is not None else 0

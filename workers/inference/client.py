@@ -78,13 +78,13 @@ class InferenceEngine:
             return
         for name in {*self.loaded, *await self._listed()}:
             await self.unload(name)
-        await self._fall(self.dialect.sleep, asleep=True)
+        await self._become(self.dialect.sleep, asleep=True)
 
     async def wake(self) -> None:
         """Idempotent."""
         if await self._is_asleep():
             self._paths.clear()
-            await self._fall(self.dialect.wake, asleep=False)
+            await self._become(self.dialect.wake, asleep=False)
 
     async def _listed(self) -> set[str]:
         """Adapters that the engine has, of earlier processes as well."""
@@ -93,7 +93,7 @@ class InferenceEngine:
             raise WorkerFailed(f"the engine does not list its models: {answer.status_code} {answer.text[:WORDS]}")
         return {model.id for model in msgspec.json.decode(answer.content, type=Models).data if model.parent is not None}
 
-    async def _fall(self, route: str, *, asleep: bool) -> None:
+    async def _become(self, route: str, *, asleep: bool) -> None:
         answer = await self._ask("POST", route)
         if answer.status_code != 200 or await self._is_asleep() != asleep:
             state = "asleep" if asleep else "awake"

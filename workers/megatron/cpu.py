@@ -64,9 +64,10 @@ def compiler() -> None:
     """megatron-core decorates its fused functions with `torch.compile` when it is imported, and loading the compiler is a third of a rank's
     start. None of them is used: every fusion is off (`model.transformer_config`)."""
     compile_, torch.compile = torch.compile, lambda function, **options: function  # type: ignore[assignment]
-    import megatron.core.jit  # noqa: F401
-
-    torch.compile = compile_
+    try:
+        import megatron.core.jit  # noqa: F401
+    finally:
+        torch.compile = compile_
 
 
 def random_states() -> None:
