@@ -435,12 +435,17 @@ class Conformance:
         device.swap(a)
         assert device.train(a, 2) == control[1]
 
-    def test_samples_are_decided_by_weights_and_request(self, device):
+    def trained_and_away(self, device: Device) -> str:
+        """An adapter that was trained once, and whose device is the sampler's now."""
         a = self.name(device, "a")
         device.create(a, 1)
         device.swap(a)
         device.train(a, 1, learning_rate=0.1)
         device.give_away()
+        return a
+
+    def test_samples_are_decided_by_weights_and_request(self, device):
+        a = self.trained_and_away(device)
         first = device.sample(a)
         assert device.sample(a) == first
         assert len(first.sequences) == 2
@@ -450,11 +455,7 @@ class Conformance:
         device.take_back(a)
 
     def test_samples_computed_together_are_those_computed_alone(self, device):
-        a = self.name(device, "a")
-        device.create(a, 1)
-        device.swap(a)
-        device.train(a, 1, learning_rate=0.1)
-        device.give_away()
+        a = self.trained_and_away(device)
         device.ok(StepKind.PUBLISH, a, version=1)
         asked = [
             Sample(int32([1, 2, 3]), num_samples=2, max_tokens=5, seed=1, prompt_logprobs=True),
